@@ -102,10 +102,13 @@ LIBRARY_FLOAT32, LIBRARY_WINOGRAD = (
 WIDE_OPERATIONS = 650e6
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
-# The library's gradient of weights, channels last (trials/convolution_layouts.json; of 16 bits predicted, from forward's); and that of
-# kernels/grad/packed_weight.cuh by wgmma, and by mma.sync (predicted: products alone take that, trials/min_add_by_wgmma.json).
+# The library's gradients of weights and of x, channels last (trials/convolution_layouts.json; of 16 bits predicted, from forward's); and those of
+# kernels/grad/packed_weight.cuh and packed_input.cuh by wgmma, and by mma.sync (predicted: what products alone take, and what mma.sync took,
+# trials/min_add_by_wgmma.json).
 LIBRARY_WEIGHT_OPERATIONS = {2: 400e6, 4: 143e6}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
+LIBRARY_INPUT_OPERATIONS = {2: 600e6, 4: 223e6}
+INPUT_OPERATIONS = {True: 560e6, False: 320e6}
 WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
 
 
@@ -208,6 +211,20 @@ def weight_gradient(image: Sequence[int], filters: Sequence[int], itemsize: int,
     theirs = 2 * dz * filters[1] * math.prod(kernel) / (LIBRARY_WEIGHT_OPERATIONS[itemsize] * rates)
     theirs = LIBRARY_STARTS[itemsize] + (2 * itemsize * x + itemsize * dz) / bytes_a_time + theirs
     return ours, theirs
+
+
+def input_gradient(image: Sequence[int], filters: Sequence[int], itemsize: int, device) -> tuple[float, float]:
+    """The same of x's gradient. The library's is channels last first."""
+    outputs, channels, height, width = filters
+    x, bytes_a_time, rates = math.prod(image), PASS_BYTES * device.scale.memory, device.scale.compute
+    dz = image[0] * outputs * (image[2] - height + 1) * (image[3] - width + 1)
+    by_wgmma = device.capability == (9, 0) and channels <= 64 and image[3] <= 128  # a tile is a row of all channels
+    columns, padded = -(-image[3] // 128) * 128, -(-channels // 64) * 64
+    products = 2 * image[0] * image[2] * columns * padded * outputs * height * width
+    products /= INPUT_OPERATIONS[by_wgmma] * rates
+    ours = 3 * PACKING_START + max(products, (2 * dz + itemsize * x) / bytes_a_time)
+    theirs = 2 * dz * channels * height * width / (LIBRARY_INPUT_OPERATIONS[itemsize] * rates)
+    return ours, LIBRARY_STARTS[itemsize] + theirs + 2 * itemsize * x / bytes_a_time
 
 
 _silent = threading.local()

@@ -23,7 +23,7 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.engine import library
 
-from . import precision, source, strips, weights
+from . import gradients, precision, source, strips
 from .cases import CTYPES, Case, Sizes, first_number, places
 from .graph import ELEMENTS
 from .launching import Entry, Launch, picking
@@ -235,7 +235,7 @@ def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
     if array is source.PASSES:
         return [1]
     if array.name == "dz" and plan.layout == UNITS:
-        return [weights.size(plan.sizes.N, plan.sizes.C, plan.sizes.positions("e"), plan.value_dtype)]
+        return [gradients.size(plan.sizes.N, plan.sizes.C, plan.sizes.positions("e"), plan.value_dtype)]
     if array.name in ("v", "dz"):  # as the library gives it
         return [*shape[:2], *shape[5 - plan.segment.graph.dimensions :]]
     if array.parts is not None:
@@ -307,7 +307,7 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
 class Back(NamedTuple):
     """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
     the convolution's), those that are `converted` then; dz; dweight, where it is our own; passes. The library is asked for (dx, dw), in `layout`;
-    or `weight` gives dweight of dz, in UNITS, and x."""
+    or `ours` gives them, of dz, in UNITS, x and the weight."""
 
     launch: Launch | None
     gradients: Sequence[int | None]
@@ -317,7 +317,7 @@ class Back(NamedTuple):
     dz: int | None = None
     dweight: int | None = None
     passes: int | None = None
-    weight: Callable | None = None
+    ours: Callable | None = None
 
 
 def backward(
@@ -342,8 +342,10 @@ def backward(
         found[0], found[weight_at] = (
             t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
         )
+    elif back.ours:
+        found[0], found[weight_at] = back.ours(made[back.dz], x, weight)
     elif back.dz is not None:
-        dz, both = made[back.dz], (None, back.weight and back.weight(made[back.dz], x))
+        dz, both = made[back.dz], (None, None)
         if any(back.library):
             both = _convolution_gradients(plan, dz, x, weight, back.library, back.layout)
         found[0] = _input_gradient(plan, dz, weight) if needs[0] and not back.library[0] else both[0]
@@ -362,10 +364,10 @@ def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Bac
 def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
     segment, composed, divided = plan.segment, plan.composed, plan.strips.get("backward")
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    weight_gradient = dw and not dx and _weight_obstacle(plan, x, weight) is None
-    of_library = dx and not composed.own.input_gradient, dw and not (divided and own or weight_gradient)
+    ours = dw and _obstacle_of_ours(plan, x, weight, dx) is None
+    of_library = dx and not (composed.own.input_gradient or ours), dw and not (divided and own or ours)
     layouts = [_layout(segment, x, weight, of) for of, need in zip(("dx", "dw"), of_library) if need]
-    layout = UNITS if weight_gradient else min(layouts, default=PLANES)
+    layout = UNITS if ours else min(layouts, default=PLANES)
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
         return Back(None, [None] * (len(segment.inputs) + len(segment.parameters)), (), of_library, layout)
@@ -384,17 +386,17 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
     )
     place = {name: i for i, name in enumerate(launch.made)}
-    gradients = [place[root.name] if root else None for root in map(roots.get, names)]
+    found = [place[root.name] if root else None for root in map(roots.get, names)]
     dz, dweight = place["dz"] if roots["z"] else None, place["dweight"] if own else None
-    by = weights.planned(segment, x, weight) if weight_gradient else None
-    return Back(launch, gradients, converted, of_library, layout, dz, dweight, place.get("passes"), by)
+    ours = gradients.planned(segment, x, weight, dx) if ours else None
+    return Back(launch, found, converted, of_library, layout, dz, dweight, place.get("passes"), ours)
 
 
-def _weight_obstacle(plan: Plan, x: Tensor, weight: Tensor) -> str | None:
+def _obstacle_of_ours(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:
     program = plan.composed.backward
     if not (program and program.turned and program.turns):
         return "dz isn't written by a pass of positions alone"
-    return weights.obstacle(plan.segment, x, weight)
+    return gradients.obstacle(plan.segment, x, weight, dx)
 
 
 def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
@@ -505,11 +507,11 @@ def describe(case: Case, own: str | None = None) -> str:
 
 
 def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
-    """The passes of backward where x has no gradient, and who convolves."""
-    composed, ours = plan.composed, _weight_obstacle(plan, x, weight) is None
+    """The passes of backward where x has no gradient, and what our own kernels then do."""
+    composed, ours = plan.composed, _obstacle_of_ours(plan, x, weight, False) is None
     plan = replace(plan, layout=UNITS) if ours else plan
     words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
-    return words + f", {weights.in_words(x, weight)}" * ours
+    return words + (f", {gradients.in_words(plan.segment, x, weight)}" if ours else "")
 
 
 def _words(plan: Plan, own: str | None, backward: str) -> str:

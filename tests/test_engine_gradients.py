@@ -1,4 +1,4 @@
-"""The gradient of a convolution's weight by our own kernel behind any tail, in the emulation of a GPU, against float64."""
+"""The gradients of a convolution by our own kernels behind any tail, in the emulation of a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numerics
 from benchmarks import level2
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import choice, library, precision, schedule, stored, weights
+from inline_kernels.engine import choice, gradients as own, precision, tiling, stored
 from inline_kernels.engine.cases import Case
 from test_emulated import INF, NAN, folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, random_model  # noqa: F401
@@ -49,15 +49,16 @@ def ours(device, monkeypatch):  # noqa: F811
 
     def become(architecture: int = 900, tf32: bool = True) -> list:
         device(architecture)
-        ran, planned = [], weights.planned
-        monkeypatch.setattr(choice, "weight_gradient", lambda *_: (1.0, 2.0))
+        ran, planned = [], own.planned
+        for name in ("weight_gradient", "input_gradient"):
+            monkeypatch.setattr(choice, name, lambda *_: (1.0, 2.0))
         monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: tf32)
 
         def noted(*given):
             run = planned(*given)
             return lambda *tensors: ran.append(1) or run(*tensors)
 
-        monkeypatch.setattr(weights, "planned", noted)
+        monkeypatch.setattr(own, "planned", noted)
         return ran
 
     return become
@@ -67,7 +68,7 @@ def gradients(model: nn.Module, x: torch.Tensor, dy: torch.Tensor | None = None)
     y = model(x)
     if dy is None:
         dy = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape)
-    leaves = dict(model.named_parameters())
+    leaves = dict(model.named_parameters()) | ({"x": x} if x.requires_grad else {})
     found = torch.autograd.grad(y, [*leaves.values()], dy.to(y.dtype), allow_unused=True)
     return {name: value for name, value in zip(leaves, found) if value is not None}
 
@@ -83,7 +84,8 @@ class Tf32(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dz):
         x, weight = ctx.saved_tensors
-        return None, torch.nn.grad.conv2d_weight(rounded(x), weight.shape, rounded(dz)), dz.sum((0, 2, 3))
+        dx = torch.nn.grad.conv2d_input(x.shape, rounded(weight), rounded(dz))
+        return dx, torch.nn.grad.conv2d_weight(rounded(x), weight.shape, rounded(dz)), dz.sum((0, 2, 3))
 
 
 def as_eager(model: nn.Module) -> nn.Module:
@@ -96,10 +98,10 @@ def as_eager(model: nn.Module) -> nn.Module:
 def assert_rule(model: nn.Module, x: torch.Tensor, ran: list, dy: torch.Tensor | None = None) -> None:
     fast = fuse(copy.deepcopy(model))
     (plan,) = fast.plan(x)
-    assert "the weight's gradient by a kernel of our own where x has none" in plan.reason, plan
+    assert (" of weight and x by kernels of our own (" if x.requires_grad else " of our own (") in plan.reason, plan
     found, eager = gradients(fast, x, dy), gradients(as_eager(model), x, dy)
     assert ran
-    exact = gradients(copy.deepcopy(model).double(), x.double(), dy)
+    exact = gradients(copy.deepcopy(model).double(), x.detach().double().requires_grad_(x.requires_grad), dy)
     for name, value in found.items():
         error = checks.judged("", name, exact[name], eager[name], value, x.dtype)
         assert error.share <= 1, error
@@ -117,6 +119,30 @@ def test_tails(tail, architecture, dtype, ours):
     torch.manual_seed(0)
     model = random_model(filters, TAILS[tail]).to(dtype)
     assert_rule(model, numerics.random_input((3, filters[1], *image), dtype=dtype), ran)
+
+
+# By wgmma on 9.0: those of 64 channels in at most, whose rows are one tile.
+WITH_INPUT = [
+    ((64, 24, 3, 3), (8, 21)),
+    ((128, 5, 3, 2), (9, 70)),
+    ((48, 17, 2, 5), (6, 128)),
+    ((16, 70, 1, 4), (3, 140)),
+    ((64, 9, 3, 1), (3, 7)),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", [800, 900])
+@pytest.mark.parametrize("sizes", WITH_INPUT, ids=str)
+def test_with_the_gradient_of_x(sizes, architecture, dtype, ours):
+    filters, image = sizes
+    ran = ours(architecture)
+    torch.manual_seed(0)
+    model = random_model(filters, TAILS["smooth"]).to(dtype)  # 16 bits open and close other gates than float64
+    x = numerics.random_input((3, filters[1], *image), dtype=dtype)
+    if dtype == torch.float32:
+        x *= torch.tensor([1e-9, 1.0, 1e4]).view(-1, 1, 1, 1)
+    assert_rule(model, x.requires_grad_(), ran)
 
 
 @pytest.mark.parametrize("architecture", [800, 900])
@@ -177,9 +203,9 @@ def test_bitwise_repeatable(ours):
 # -------------------------------------------------------------------------------------------------------------------- who runs
 
 
-def test_where_x_has_a_gradient_the_library_runs(ours):
+def test_where_ours_have_no_gradient_of_x_the_library_gives_both(ours):
     ran = ours()
-    model, x = random_model((16, 9, 3, 2), TAILS["gates"]), numerics.random_input((2, 9, 9, 20)).requires_grad_()
+    model, x = random_model((24, 9, 3, 2), TAILS["gates"]), numerics.random_input((2, 9, 9, 20)).requires_grad_()
     y = fuse(model)(x)
     dx, dw = torch.autograd.grad(y, (x, model.conv.weight), torch.ones_like(y))
     assert not ran
@@ -187,9 +213,9 @@ def test_where_x_has_a_gradient_the_library_runs(ours):
     torch.testing.assert_close((dx, dw), exact, rtol=1e-4, atol=1e-3)
 
 
-def why(model: nn.Module, x: torch.Tensor) -> str | None:
+def why(model: nn.Module, x: torch.Tensor, dx: bool = False) -> str | None:
     segment, arguments = given(model, x)
-    return weights.obstacle(segment, arguments[0], arguments[1])
+    return own.obstacle(segment, *arguments[:2], dx)
 
 
 def test_obstacles(ours, monkeypatch):
@@ -203,6 +229,8 @@ def test_obstacles(ours, monkeypatch):
     monkeypatch.setattr(precision, "runs_tf32", lambda *given, **_: given[2:3] != ("dw",))
     assert why(model, x) == "eager runs float32"
     assert why(model.half(), x.half()) is None
+    assert "16, 32 or 48" in why(random_model((24, 9, 3, 2), TAILS["gates"]).half(), x.half(), True)
+    assert "window" in why(random_model((16, 9, 12, 9), TAILS["gates"]).half(), x.half(), True)
     monkeypatch.setattr(choice, "weight_gradient", lambda *_: (2.0, 2.0))
     assert why(model, x) == "the library is faster at such sizes"
     ours(700)
@@ -216,13 +244,13 @@ def test_problems_at_their_full_sizes(number, gpu, monkeypatch):  # noqa: F811
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
     case = Case(*full_size(number), True, torch.float32)
     line = stored.describe(case)
-    assert "the weight's gradient by a kernel of our own where x has none" in line, line
+    assert "the gradients of weight and x by kernels of our own (" in line, line
 
 
 def test_sizes_are_the_kernels(ours, monkeypatch):
     """Where Python's and the kernel's differ the launcher says so."""
     ours()
-    monkeypatch.setattr(weights, "size", lambda *given: 8 + 2 * given[1] * given[2] * given[0])
+    monkeypatch.setattr(own, "size", lambda *given: 8 + 2 * given[1] * given[2] * given[0])
     with pytest.raises(AssertionError, match="g in units"):
         gradients(fuse(random_model((16, 9, 3, 2), TAILS["gates"])), torch.randn(2, 9, 9, 20))
 
@@ -233,11 +261,13 @@ def test_sizes_are_the_kernels(ours, monkeypatch):
 def test_nvcc_finds_room(architecture, dtype, tmp_path, gpu):  # noqa: F811
     gpu(architecture=900, multiprocessors=132)
     segment, arguments = full_size(1)
-    asked = weights.request(segment, *arguments[:2])
-    defines = asked["defines"] | {"VALUE_T": dtype, "OUTPUT_T": dtype, "CAPABILITY": int(architecture[:2])}
-    (tmp_path / "weight.cu").write_text(asked["source"])
-    done = nvcc(tmp_path / "weight.cu", architecture, [f"{k}={v}" for k, v in defines.items()], tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    found = entries(done.stdout + done.stderr)
-    assert {"packed_weight_kernel", "merge_packed_kernel", "pack_input_kernel"} <= found.keys()
+    found = {}
+    for asked in own.requests(segment, *arguments[:2], True):
+        defines = asked["defines"] | {"VALUE_T": dtype, "OUTPUT_T": dtype, "CAPABILITY": int(architecture[:2])}
+        (tmp_path / "own.cu").write_text(asked["source"])
+        done = nvcc(tmp_path / "own.cu", architecture, [f"{k}={v}" for k, v in defines.items()], tmp_path / "out")
+        assert done.returncode == 0, done.stderr
+        found |= entries(done.stdout + done.stderr)
+    own_kernels = "convolve_rows_kernel" if architecture == "90a" else "convolve_kernel"
+    assert {"packed_weight_kernel", "merge_packed_kernel", own_kernels} <= found.keys()
     assert all(each.spilled == 0 for each in found.values()), found
