@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import numerics
-from benchmarks import level2
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import choice, gradients as own, precision, tiling, stored
+from inline_kernels.engine import choice, precision, stored
+from inline_kernels.engine import gradients as own
 from inline_kernels.engine.cases import Case
 from test_emulated import INF, NAN, folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, random_model  # noqa: F401
@@ -98,7 +98,9 @@ def as_eager(model: nn.Module) -> nn.Module:
 def assert_rule(model: nn.Module, x: torch.Tensor, ran: list, dy: torch.Tensor | None = None) -> None:
     fast = fuse(copy.deepcopy(model))
     (plan,) = fast.plan(x)
-    assert (" of weight and x by kernels of our own (" if x.requires_grad else " of our own (") in plan.reason, plan
+    assert (
+        " of weight and x by kernels of our own (" if x.requires_grad else " of our own ("
+    ) in plan.reason, plan
     found, eager = gradients(fast, x, dy), gradients(as_eager(model), x, dy)
     assert ran
     exact = gradients(copy.deepcopy(model).double(), x.detach().double().requires_grad_(x.requires_grad), dy)
@@ -138,7 +140,9 @@ def test_with_the_gradient_of_x(sizes, architecture, dtype, ours):
     filters, image = sizes
     ran = ours(architecture)
     torch.manual_seed(0)
-    model = random_model(filters, TAILS["smooth"]).to(dtype)  # 16 bits open and close other gates than float64
+    model = random_model(filters, TAILS["smooth"]).to(
+        dtype
+    )  # 16 bits open and close other gates than float64
     x = numerics.random_input((3, filters[1], *image), dtype=dtype)
     if dtype == torch.float32:
         x *= torch.tensor([1e-9, 1.0, 1e4]).view(-1, 1, 1, 1)
@@ -205,7 +209,10 @@ def test_bitwise_repeatable(ours):
 
 def test_where_ours_have_no_gradient_of_x_the_library_gives_both(ours):
     ran = ours()
-    model, x = random_model((24, 9, 3, 2), TAILS["gates"]), numerics.random_input((2, 9, 9, 20)).requires_grad_()
+    model, x = (
+        random_model((24, 9, 3, 2), TAILS["gates"]),
+        numerics.random_input((2, 9, 9, 20)).requires_grad_(),
+    )
     y = fuse(model)(x)
     dx, dw = torch.autograd.grad(y, (x, model.conv.weight), torch.ones_like(y))
     assert not ran
@@ -263,9 +270,15 @@ def test_nvcc_finds_room(architecture, dtype, tmp_path, gpu):  # noqa: F811
     segment, arguments = full_size(1)
     found = {}
     for asked in own.requests(segment, *arguments[:2], True):
-        defines = asked["defines"] | {"VALUE_T": dtype, "OUTPUT_T": dtype, "CAPABILITY": int(architecture[:2])}
+        defines = asked["defines"] | {
+            "VALUE_T": dtype,
+            "OUTPUT_T": dtype,
+            "CAPABILITY": int(architecture[:2]),
+        }
         (tmp_path / "own.cu").write_text(asked["source"])
-        done = nvcc(tmp_path / "own.cu", architecture, [f"{k}={v}" for k, v in defines.items()], tmp_path / "out")
+        done = nvcc(
+            tmp_path / "own.cu", architecture, [f"{k}={v}" for k, v in defines.items()], tmp_path / "out"
+        )
         assert done.returncode == 0, done.stderr
         found |= entries(done.stdout + done.stderr)
     own_kernels = "convolve_rows_kernel" if architecture == "90a" else "convolve_kernel"

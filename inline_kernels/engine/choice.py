@@ -195,7 +195,9 @@ def stream_loses(
     )
 
 
-def weight_gradient(image: Sequence[int], filters: Sequence[int], itemsize: int, device) -> tuple[float, float]:
+def weight_gradient(
+    image: Sequence[int], filters: Sequence[int], itemsize: int, device
+) -> tuple[float, float]:
     """Microseconds of the weight's gradient by our own kernel, and by the library, of a dz that is written before: in 16 bits, or channels last as
     x then is, too."""
     outputs, channels, *kernel = filters
@@ -206,19 +208,29 @@ def weight_gradient(image: Sequence[int], filters: Sequence[int], itemsize: int,
     outputs, channels, columns = (-(-each // 64) * 64 for each in (outputs, channels, columns))
     products = 2 * image[0] * rows * columns * outputs * channels * math.prod(kernel)
     products /= WEIGHT_OPERATIONS[device.capability == (9, 0)] * rates
-    read = 2 * (dz * channels + x * outputs) / 64 / bytes_a_time  # once for each block of the other's channels
-    ours = WEIGHT_LAUNCHES[itemsize] * PACKING_START + ((itemsize + 2) * x + 2 * dz) / bytes_a_time + max(products, read)
+    read = (
+        2 * (dz * channels + x * outputs) / 64 / bytes_a_time
+    )  # once for each block of the other's channels
+    ours = (
+        WEIGHT_LAUNCHES[itemsize] * PACKING_START
+        + ((itemsize + 2) * x + 2 * dz) / bytes_a_time
+        + max(products, read)
+    )
     theirs = 2 * dz * filters[1] * math.prod(kernel) / (LIBRARY_WEIGHT_OPERATIONS[itemsize] * rates)
     theirs = LIBRARY_STARTS[itemsize] + (2 * itemsize * x + itemsize * dz) / bytes_a_time + theirs
     return ours, theirs
 
 
-def input_gradient(image: Sequence[int], filters: Sequence[int], itemsize: int, device) -> tuple[float, float]:
+def input_gradient(
+    image: Sequence[int], filters: Sequence[int], itemsize: int, device
+) -> tuple[float, float]:
     """The same of x's gradient. The library's is channels last first."""
     outputs, channels, height, width = filters
     x, bytes_a_time, rates = math.prod(image), PASS_BYTES * device.scale.memory, device.scale.compute
     dz = image[0] * outputs * (image[2] - height + 1) * (image[3] - width + 1)
-    by_wgmma = device.capability == (9, 0) and channels <= 64 and image[3] <= 128  # a tile is a row of all channels
+    by_wgmma = (
+        device.capability == (9, 0) and channels <= 64 and image[3] <= 128
+    )  # a tile is a row of all channels
     columns, padded = -(-image[3] // 128) * 128, -(-channels // 64) * 64
     products = 2 * image[0] * image[2] * columns * padded * outputs * height * width
     products /= INPUT_OPERATIONS[by_wgmma] * rates

@@ -109,5 +109,9 @@ def in_words(segment, x: Tensor, weight: Tensor) -> str:
     """Where ours gives the weight's."""
     dx = obstacle(segment, x, weight, True) is None
     ours, theirs = map(round, expected(x, weight, dx))
-    what = "the gradients of weight and x by kernels" if dx else "the weight's gradient, where x has none, by a kernel"
+    what = (
+        "the gradients of weight and x by kernels"
+        if dx
+        else "the weight's gradient, where x has none, by a kernel"
+    )
     return f"{what} of our own ({ours} µs expected, {theirs} by the library)"
