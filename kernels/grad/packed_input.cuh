@@ -63,7 +63,8 @@ template <class Conv> struct Producer<Conv, grad::PackedGradient> : Conv {
           uint64_t* const full = pipeline.full + next.stage;
           const int bytes = width * 16;
           // A thread announces all bytes that it brings before the first of them may come.
-          arrive(full, int(threadIdx.x) < groups ? ceil_div(groups - int(threadIdx.x), kWarpgroup) * bytes : 0);
+          const int left = groups - int(threadIdx.x);
+          arrive(full, left > 0 ? ceil_div(left, kWarpgroup) * bytes : 0);
           for (int group = threadIdx.x; group < groups; group += kWarpgroup) {
             const int64_t at = ((int64_t(place.n) * groups + group) * args.H + row) * width;
             copy_bulk(stage + group * kPitch, args.source.g + at, bytes, full);

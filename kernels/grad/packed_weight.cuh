@@ -31,6 +31,9 @@ template <int kTiles> struct OwnScale {
   __device__ __forceinline__ void to(int next, float (*sums)[4]) {
     const float factor = power_of_two(next - slack);
     slack = next;
+#if TENSOR_CORE_WGMMA
+    hold(*reinterpret_cast<float (*)[kTiles][4]>(sums));
+#endif
 #pragma unroll
     for (int i = 0; i < kTiles * 4; i++) sums[i / 4][i % 4] *= factor;
   }
@@ -132,7 +135,8 @@ template <class Base> struct PackedStages : Base {
     const uint4* const from = walk.g + int64_t(group) * walk.strips.height * walk.strips.width;
 #pragma unroll
     for (int i = lane; i < kStrip; i += 32)
-      copy_async_or_zero(stage + group * kStrip + i, i < walk.pixels ? from + i : walk.source.g, i < walk.pixels);
+      copy_async_or_zero(stage + group * kStrip + i, i < walk.pixels ? from + i : walk.source.g,
+                         i < walk.pixels);
   }
   // Likewise of x, to a slot. Past the end of the row its values may be anything.
   static __device__ __forceinline__ void copy_input(uint4* slot, const Walk& walk, int group) {
