@@ -70,7 +70,8 @@ template <class Base> struct PackedStages : Base {
 
 #if __CUDA_ARCH__ >= 800
 
-  // The least of all samples' exponents, to all threads of the block; samples of zeros don't count.
+  // The least of all samples' exponents, to all threads of the block; samples of zeros don't count, and where
+  // there are no others it is 0.
   static __device__ __forceinline__ int common_exponent(const Source& source, int64_t N) {
     if constexpr (!kScaled) return 0;
     __shared__ int negative;
@@ -79,7 +80,7 @@ template <class Base> struct PackedStages : Base {
     for (int64_t n = threadIdx.x; n < N; n += blockDim.x)
       if (source.largest_x[n] && source.scales.largest[n]) atomicMax(&negative, -source.exponent(n));
     __syncthreads();  // complete before anyone reads it
-    return -negative;
+    return negative == -254 ? 0 : -negative;
   }
 
   // As WideWeight's Walk.
