@@ -10,6 +10,7 @@ from torch import nn
 
 import models
 import numerics
+from benchmarks import level2
 from inline_kernels.engine import capture, composed, tiling
 from inline_kernels.engine.cases import Case
 from inline_kernels.engine.fuse import fuse, structure_of
@@ -82,6 +83,41 @@ class Stranger(nn.Module):
     def forward(self, x):
         y = self.layer(x)
         return (torch.min(y, torch.tensor(0.1, dtype=y.dtype, device=y.device)) + self.offset) * 2.0
+
+
+class OfAnyType(nn.Module):
+    """31, or 83, whose number is a tensor of float32 or of v's type."""
+
+    def __init__(self, name, as_v):
+        super().__init__()
+        problem = models.PROBLEMS[name]
+        self.own, self.as_v, self.bound = problem.Model(*problem.init_inputs), as_v, 0.1
+
+    def least(self, y):
+        as_y = {"dtype": y.dtype, "device": y.device} if self.as_v else {}
+        return torch.min(y, torch.tensor(self.bound, **as_y))
+
+    def forward(self, x):
+        own = self.own
+        if isinstance(own, models.PROBLEMS[MIN_ADD].Model):
+            return (self.least(own.conv(x)) + own.bias) * own.scaling_factor
+        y = self.least(own.norm(own.conv(x)))
+        return own.dropout(torch.clamp(y, min=self.bound, max=own.max_value))
+
+
+@pytest.mark.parametrize("as_v", [False, True])
+@pytest.mark.parametrize("name", [MIN_ADD, DROPOUT])
+def test_a_number_that_is_a_tensor_of_any_type(name, as_v):
+    segment = segment_of(OfAnyType(name, as_v), len(models.PROBLEMS[name].input_shape))
+    assert composed.written_for(segment).name == name
+
+
+@pytest.mark.parametrize("number, name", [(31, MIN_ADD), (79, INSTANCE_NORM), (83, DROPOUT), (85, POOL)])
+def test_kernelbenchs_own_words(number, name):
+    problem = level2.PROBLEMS[number]
+    for training in (True, False):
+        segment = segment_of(problem.model().train(training), len(problem.input_shape))
+        assert composed.written_for(segment).name == name
 
 
 OTHERS = {

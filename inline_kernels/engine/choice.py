@@ -102,6 +102,15 @@ LIBRARY_FLOAT32, LIBRARY_WINOGRAD = (
 WIDE_OPERATIONS = 650e6
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
+# The library's gradients of weights and of x, channels last (trials/convolution_layouts.json; of 16 bits not measured: nearly forward's, so
+# that nothing is taken from it that it may do as fast); and those of
+# kernels/grad/packed_weight.cuh and packed_input.cuh by wgmma, and by mma.sync (predicted: what products alone take, and what mma.sync took,
+# trials/min_add_by_wgmma.json).
+LIBRARY_WEIGHT_OPERATIONS = {2: 700e6, 4: 143e6}
+WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
+LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
+INPUT_OPERATIONS = {True: 560e6, False: 320e6}
+WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
 
 
 class Streamed(NamedTuple):
@@ -185,6 +194,50 @@ def stream_loses(
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
     )
+
+
+def weight_gradient(
+    image: Sequence[int], filters: Sequence[int], itemsize: int, device
+) -> tuple[float, float]:
+    """Microseconds of the weight's gradient by our own kernel, and by the library, of a dz that is written before: in 16 bits, or channels last as
+    x then is, too."""
+    outputs, channels, *kernel = filters
+    rows, columns = (extent - taps + 1 for extent, taps in zip(image[2:], kernel))
+    x, dz = math.prod(image), image[0] * outputs * rows * columns
+    bytes_a_time, rates = PASS_BYTES * device.scale.memory, device.scale.compute
+    # Blocks have 64 channels of either kind, and strips of 64 columns.
+    outputs, channels, columns = (-(-each // 64) * 64 for each in (outputs, channels, columns))
+    products = 2 * image[0] * rows * columns * outputs * channels * math.prod(kernel)
+    products /= WEIGHT_OPERATIONS[device.capability == (9, 0)] * rates
+    read = (
+        2 * (dz * channels + x * outputs) / 64 / bytes_a_time
+    )  # once for each block of the other's channels
+    ours = (
+        WEIGHT_LAUNCHES[itemsize] * PACKING_START
+        + ((itemsize + 2) * x + 2 * dz) / bytes_a_time
+        + max(products, read)
+    )
+    theirs = 2 * dz * filters[1] * math.prod(kernel) / (LIBRARY_WEIGHT_OPERATIONS[itemsize] * rates)
+    theirs = LIBRARY_STARTS[itemsize] + (2 * itemsize * x + itemsize * dz) / bytes_a_time + theirs
+    return ours, theirs
+
+
+def input_gradient(
+    image: Sequence[int], filters: Sequence[int], itemsize: int, device
+) -> tuple[float, float]:
+    """The same of x's gradient. The library's is channels last first."""
+    outputs, channels, height, width = filters
+    x, bytes_a_time, rates = math.prod(image), PASS_BYTES * device.scale.memory, device.scale.compute
+    dz = image[0] * outputs * (image[2] - height + 1) * (image[3] - width + 1)
+    by_wgmma = (
+        device.capability == (9, 0) and channels <= 64 and image[3] <= 128
+    )  # a tile is a row of all channels
+    columns, padded = -(-image[3] // 128) * 128, -(-channels // 64) * 64
+    products = 2 * image[0] * image[2] * columns * padded * outputs * height * width
+    products /= INPUT_OPERATIONS[by_wgmma] * rates
+    ours = 3 * PACKING_START + max(products, (2 * dz + itemsize * x) / bytes_a_time)
+    theirs = 2 * dz * channels * height * width / (LIBRARY_INPUT_OPERATIONS[itemsize] * rates)
+    return ours, LIBRARY_STARTS[itemsize] + theirs + 2 * itemsize * x / bytes_a_time
 
 
 _silent = threading.local()

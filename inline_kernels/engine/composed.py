@@ -39,7 +39,7 @@ from inline_kernels.loader.source import Launcher, parse_launchers, read
 from . import launching, library, mainloops
 from .cases import Case
 from .choice import known
-from .graph import order
+from .graph import Node, order
 from .passes import Unsupported
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
@@ -80,7 +80,10 @@ def formula(segment) -> tuple[str, list[str], list[Hole]] | None:
     nodes = order(segment.outputs)
     kept = {node for node in nodes if node.is_leaf("drawn")}
     factors = {a for node in nodes if kept & {*node.args} for a in node.args if a.op == "const"}
+    as_numbers = {node: node.args[0] for node in nodes if _is_rounded_number(node)}
+    nodes = [node for node in nodes if node not in as_numbers]
     place = {node: i for i, node in enumerate(nodes)}
+    place |= {node: place[number] for node, number in as_numbers.items()}
     for node in nodes:
         name, kind = node.attr if node.op == "leaf" else ("", "")
         if node.op == "const" or kind == "scalar":
@@ -98,6 +101,12 @@ def formula(segment) -> tuple[str, list[str], list[Hole]] | None:
             what = f"{node.op} {node.attr}" + f" {node.space}" * (not node.space.small)
         lines.append(f"{what} {[place[a] for a in node.args]}")
     return "\n".join(lines), tensors, holes
+
+
+def _is_rounded_number(node: Node) -> bool:
+    """A number that was made a tensor, of whatever type. Beside a tensor with dimensions eager takes it in that one's type: a source does so, too."""
+    of_type = node.op in ("narrow", "of_values", "of_results")
+    return of_type and (node.args[0].op == "const" or node.args[0].is_leaf("scalar"))
 
 
 class Written(NamedTuple):

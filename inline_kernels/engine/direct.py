@@ -495,7 +495,7 @@ def describe(case: Case) -> str:
     plan, rest = schedule.Plan.of(case, written.rest), written.rest
     if not case.saving:
         return f"{line}, then {schedule.passes_in_words(plan, rest.forward, rest.forward_names)}"
-    return f"{line}; backward: {schedule.passes_in_words(plan, rest.backward, rest.backward_names)}"
+    return line + schedule.backward_in_words(plan, case.x, case.weight)
 
 
 # ------------------------------------------------------------------------------------------------------------------ running

@@ -23,7 +23,7 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.engine import library
 
-from . import precision, source, strips
+from . import gradients, precision, source, strips
 from .cases import CTYPES, Case, Sizes, first_number, places
 from .graph import ELEMENTS, Space
 from .launching import Entry, Launch, picking
@@ -88,13 +88,16 @@ def _build(case: Case) -> dict:
 
 
 def _is_last(case: Case, composed: Composed) -> bool:
-    """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both?"""
+    """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both? Where channels are reduced at a
+    position, planes serve better."""
     y = case.segment.outputs[0].space
     if not (case.last if _has_channels(y) else case.convolves_last):
         return False
     programs = [program for program in (composed.forward, composed.backward) if program]
+    passes = [each for program in programs for each in program.passes if isinstance(each, Planes)]
     leaves = [leaf.space for program in programs for leaf in program.leaves()]
-    return not any(_has_channels(space) and not space.n for space in leaves)
+    shared = any(_has_channels(space) and not space.n for space in leaves)
+    return not shared and not any(each.by_sample for each in passes)
 
 
 def _has_channels(space: Space) -> bool:
@@ -232,13 +235,15 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
         return divided.parts
     positions = plan.sizes.positions(each.level)
     pack = 8 if plan.value_dtype.itemsize == 2 else 4  # planes.cuh's kPack
-    if plan.last and not each.by_sample:  # LastPlane's
+    if plan.last:  # LastPlane's
         lanes = 32 if plan.sizes.C > 16 else 16 if plan.sizes.C > 8 else 8
-        return _shares(-(-positions * lanes // (256 * pack)), plan.sizes.N * -(-plan.sizes.C // lanes))
-    if plan.layout and not plan.last and number in program.turned:
-        # turned.cuh's tiles
-        tiles = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
-        return _shares(-(-positions // (32 * pack)), tiles)
+        most = -(-positions * lanes // (256 * pack))
+        sums = any(key.what != "value" for key in each.targets)
+        return _shares(most, plan.sizes.N * -(-plan.sizes.C // lanes)) if sums else most
+    if plan.layout and number in program.turned:  # turned.cuh's tiles
+        most = -(-positions // (32 * pack))
+        side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
+        return most if plan.layout == UNITS else _shares(most, side_by_side)
     if plan.device == "cpu":
         return positions // (1 << 16 if not each.by_sample else 1 << 12) + 1
     return positions // (1024 if each.by_sample else 4096) + 1
@@ -274,6 +279,8 @@ def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
         return [sum((_bytes(plan, program, a) + 15) // 16 * 2 for a in source.rooms(program)[array])]
     if array is source.PASSES:
         return [1]
+    if array.name == "dz" and plan.layout == UNITS:
+        return [gradients.size(plan.sizes.N, plan.sizes.C, plan.sizes.positions("e"), plan.value_dtype)]
     if array.name in ("v", "dz"):  # as the library gives it
         return [*shape[:2], *shape[5 - plan.segment.graph.dimensions :]]
     if array.parts is not None:
@@ -357,7 +364,7 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
 class Back(NamedTuple):
     """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
     the convolution's), those that are `converted` then, or `turned`, from channels last; dz; dweight, where it is our own; passes. The library is
-    asked for (dx, dw), in `layout`."""
+    asked for (dx, dw), in `layout`; or `ours` gives them, of dz, in UNITS, x and the weight."""
 
     launch: Launch | None
     gradients: Sequence[int | None]
@@ -368,6 +375,7 @@ class Back(NamedTuple):
     dz: int | None = None
     dweight: int | None = None
     passes: int | None = None
+    ours: Callable | None = None
 
 
 def backward(
@@ -394,6 +402,8 @@ def backward(
         found[0], found[weight_at] = (
             t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
         )
+    elif back.ours:
+        found[0], found[weight_at] = back.ours(made[back.dz], x, weight)
     elif back.dz is not None:
         dz, both = made[back.dz], (None, None)
         if any(back.library):
@@ -414,9 +424,10 @@ def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Bac
 def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
     segment, composed, divided = plan.segment, plan.composed, plan.strips.get("backward")
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    of_library = dx and not composed.own.input_gradient, dw and not (divided and own)
+    ours = dw and _obstacle_of_ours(plan, x, weight, dx) is None
+    of_library = dx and not (composed.own.input_gradient or ours), dw and not (divided and own or ours)
     layouts = [_layout(segment, x, weight, of) for of, need in zip(("dx", "dw"), of_library) if need]
-    layout = min(layouts, default=PLANES)
+    layout = UNITS if ours else min(layouts, default=PLANES)
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
         return Back(None, [None] * (len(segment.inputs) + len(segment.parameters)), (), (), of_library, layout)
@@ -441,9 +452,17 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
     )
     place = {name: i for i, name in enumerate(launch.made)}
-    gradients = [place[root.name] if root else None for root in map(roots.get, names)]
+    found = [place[root.name] if root else None for root in map(roots.get, names)]
     dz, dweight = place["dz"] if roots["z"] else None, place["dweight"] if own else None
-    return Back(launch, gradients, converted, turned, of_library, layout, dz, dweight, place.get("passes"))
+    ours = gradients.planned(segment, x, weight, dx) if ours else None
+    return Back(launch, found, converted, turned, of_library, layout, dz, dweight, place.get("passes"), ours)
+
+
+def _obstacle_of_ours(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:
+    program = plan.composed.backward
+    if plan.last or not (program and program.turned and program.turns):
+        return "dz isn't written by a pass of positions alone"
+    return gradients.obstacle(plan.segment, x, weight, dx)
 
 
 def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
@@ -460,7 +479,7 @@ def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------- the library's convolution, where it is channels last
 
-PLANES, TURNED, FOR_TF32 = range(3)  # kernels/load/turned.cuh's
+PLANES, TURNED, FOR_TF32, UNITS = range(4)  # kernels/load/turned.cuh's
 
 
 def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
@@ -558,18 +577,23 @@ def describe(case: Case, own: str | None = None) -> str:
     found.last = _is_last(case, found.composed)
     found.runs = PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
     _divide(found, case.arguments)
-    return _words(found, own)
+    return _words(found, own, backward_in_words(found, case.x, case.weight) if case.saving else "")
 
 
-def _words(plan: Plan, own: str | None) -> str:
+def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
+    """The passes of backward where x has no gradient, and what our own kernels then do."""
+    composed, ours = plan.composed, _obstacle_of_ours(plan, x, weight, False) is None
+    plan = replace(plan, layout=UNITS) if ours else plan
+    words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
+    return words + (f", {gradients.in_words(plan.segment, x, weight)}" if ours else "")
+
+
+def _words(plan: Plan, own: str | None, backward: str) -> str:
     """Each pass over positions, with the bytes that it reads and writes."""
     composed, words = plan.composed, [f"{own} writes v" if own else "the library's convolution"]
     words = ["Winograd's convolution"] if plan.strips.get("forward") else words
     words += [", channels last"] * bool(plan.runs)
-    of_text = ((composed.forward, composed.forward_names), (composed.backward, composed.backward_names))
-    for program, names in of_text[: 1 + bool(composed.backward)]:
-        words.append("; backward: " if program is composed.backward else ", then ")
-        words.append(passes_in_words(plan, program, names))
+    words += [", then ", passes_in_words(plan, composed.forward, composed.forward_names), backward]
     return "".join(words)
 
 

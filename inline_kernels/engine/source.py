@@ -935,7 +935,6 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
     for i, each in enumerate(program.passes):
         if isinstance(each, Planes):
             v, skeleton, layout = "v" if program.texts[i].reads_v else "nullptr", "planes", ""
-            skeleton += "<true>" * each.by_sample
             if i in program.turned:
                 skeleton, layout = "planes_of_v", ", layout"
                 if program.texts[i].writes_dz:

@@ -334,6 +334,17 @@ def joins_tiles(x: Tensor, weight: Tensor) -> bool:
     return width > COLUMNS and width % 16 != 0 and (width - 1) % COLUMNS + 1 >= 16
 
 
+@first_obstacle
+def packed_input_obstacle(x: Tensor, weight: Tensor):
+    """Of x's gradient from packed dz (kernels/grad/packed_input.cuh), whose channels K blocks divide."""
+    C, _, kh, kw = weight.shape
+    yield C % 64 and C not in (16, 32, 48), "channels out are neither 16, 32 or 48 nor a multiple of 64"
+    # A K block of 64 channels: pixels of a row of tiles, and three taps of weights.
+    needed = (8 * kh * (COLUMNS + kw - 1) + 3 * 4 * 8 * 32) * 16
+    too_large = needed > device_properties(x.device.index).shared
+    yield too_large, "the filter's window does not fit in shared memory"
+
+
 # ----------------------------------------------------------------------------------------------------------------- stream
 
 STREAM_CLUSTER = 2  # blocks that share what both need

@@ -33,17 +33,16 @@ weight_gradient_kernel(float* partial, typename Loop::Source source, const typen
 #endif
 }
 
-// dweight, from the partial sums of all splits. Grid: sums of a thread, kBlocks.
-template <class Loop>
-__global__ void __launch_bounds__(kThreads)
-merge_splits_kernel(typename Loop::value_t* dweight, const float* partial, const uint32_t* largest_x,
-                    const uint32_t* largest_g, int64_t splits, int64_t N) {
+// dweight, from the partial sums of all splits, under the scale 2^common(). Grid: sums of a thread, kBlocks.
+template <class Loop, class Common>
+__device__ __forceinline__ void merge_splits(typename Loop::value_t* dweight, const float* partial,
+                                             int64_t splits, const Common& common) {
   const typename Loop::BlockPlace place(blockIdx.y);
   const SumPlace of_block = Loop::sum_place(blockIdx.x, threadIdx.x);
   const int out = place.channel_out + of_block.out, in = place.channel_in + of_block.in;
   const int row = place.kernel_row + of_block.tap / Loop::kTapColumns;
   const int column = place.kernel_column + of_block.tap % Loop::kTapColumns;
-  const int exponent = -Loop::common_exponent(largest_x, largest_g, N);
+  const int exponent = -common();
   if (of_block.tap >= Loop::kBlockTaps || row >= Loop::kKernelH || column >= Loop::kKernelW) return;
   if (out >= Loop::kChannelsOut || in >= Loop::kChannelsIn) return;
   double sum = 0;
@@ -52,6 +51,14 @@ merge_splits_kernel(typename Loop::value_t* dweight, const float* partial, const
                    threadIdx.x];
   dweight[((int64_t(out) * Loop::kChannelsIn + in) * Loop::kKernelH + row) * Loop::kKernelW + column] =
       typename Loop::value_t(PowerOfTwo(exponent)(float(sum)));
+}
+
+template <class Loop>
+__global__ void __launch_bounds__(kThreads)
+merge_splits_kernel(typename Loop::value_t* dweight, const float* partial, const uint32_t* largest_x,
+                    const uint32_t* largest_g, int64_t splits, int64_t N) {
+  merge_splits<Loop>(dweight, partial, splits,
+                     [&] { return Loop::common_exponent(largest_x, largest_g, N); });
 }
 
 template <class Build, class Source> struct WeightMainloop {

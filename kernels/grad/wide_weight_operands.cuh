@@ -82,7 +82,7 @@ struct WideWeight : Operands {
   // as each tap's column sees them [column][channel group][pixel], zeros past the end.
   static constexpr int kTailPixels = 16;
   static constexpr int kInputPitch = kStrip + kTapColumns - 1;
-  static constexpr int kStages = kWgmma ? 3 : 2;          // of g: the row in use and those to come
+  static constexpr int kStages = kWgmma ? Source::kStages : 2;  // of g: the row in use and those to come
   static constexpr int kSlots = kTapRows - 1 + kStages;   // likewise of x, a circular buffer
   static constexpr int kTail = kWgmma ? kWarps * kTailPixels : 0;  // of a column
   static constexpr int kSlot = kParts * kWarps * kInputPitch + kTapColumns * kTail;

@@ -108,11 +108,13 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
     constexpr int kTaps = kBlockTaps - kFirst < kConsumerTaps ? kBlockTaps - kFirst : kConsumerTaps;
     float sums[kConsumerTaps][8][4] = {};
     PipelineState<kStages> state;
+    typename Source::template SumScale<kConsumerTaps * 8> scale;
 #pragma unroll 1
     for (int step = 0;; step++, state.advance()) {
       pipeline.consumer_wait(state);
-      const int pixels = __shfl_sync(0xffffffffu, pipeline.pixels[state.stage], 0);
-      if (pixels < 0) break;
+      const int said = __shfl_sync(0xffffffffu, pipeline.pixels[state.stage], 0);
+      if (said < 0) break;
+      const int pixels = scale.pixels(said, &sums[0][0]);
       if (pixels > 0 && kTaps > 0) {
         begin_products();
 #pragma unroll
@@ -141,6 +143,7 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
       pipeline.consumer_release(state);
     }
     const int thread = threadIdx.x - kThreads;
+    scale.undo(&sums[0][0]);
 #pragma unroll
     for (int i = 0; i < kTaps; i++) {
       hold(sums[i]);

@@ -293,17 +293,15 @@ planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsig
   pass(plane);
 }
 
-// values: the convolution's, or null. A part has at most 2³¹ positions. kBySample: planes have no channels. Channels last, a thread then
-// takes single positions, whose channels are its own neighbours.
-template <bool kBySample = false, class Pass>
+// values: the convolution's, or null. A part has at most 2³¹ positions.
+template <class Pass>
 void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
-  constexpr bool kBeside = kLast && !kBySample, kScalar = is_scalar<Pass> || (kLast && kBySample);
-  using ThePlane = std::conditional_t<kBeside, LastPlane<kScalar>, Plane<kScalar>>;
-  const int64_t S = extent.positions(), lanes = kBeside ? LastPlane<kScalar>::lanes_of(extent.C) : 1;
+  using ThePlane = std::conditional_t<kLast, LastPlane<is_scalar<Pass>>, Plane<is_scalar<Pass>>>;
+  const int64_t S = extent.positions(), lanes = kLast ? LastPlane<false>::lanes_of(extent.C) : 1;
   const int64_t blocks = extent.N * ((extent.C + lanes - 1) / lanes) * parts;
   if (!blocks || !S) return;
-  const int64_t packs = S / (kScalar ? 1 : kPack) / parts + 1;
-  const unsigned threads = kBeside || packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
+  const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts + 1;
+  const unsigned threads = kLast || packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
   planes_kernel<ThePlane><<<unsigned(blocks), threads, 0, stream>>>(pass, extent, values, unsigned(parts));
 }
 

@@ -15,6 +15,7 @@ enum Layout : int64_t {
   kPlanes,    // all (N, C, S)
   kTurned,    // the convolution's side (N, S, C)
   kForTf32,   // … and its operands rounded to TF32, see nearest_tf32
+  kUnits,     // the gradient of v in units, see load/units.cuh
 };
 
 // The nearest value of TF32's, ties away from zero (cvt.rna.tf32): so the library rounds operands in eager's
@@ -48,6 +49,8 @@ struct Tile {
       : extent(extent), at(at), n(blockIdx.x / channel_tiles / parts), part(blockIdx.x / channel_tiles % parts),
         channel(int(blockIdx.x % channel_tiles) * kTileChannels), position(int(part + number * parts) * kTilePositions),
         first(number == 0) {}
+  __device__ Tile(const Extent& extent, value_t* at, unsigned n, unsigned part, int channel)
+      : extent(extent), at(at), n(n), part(part), channel(channel), position(int(part) * kTilePositions), first(true) {}
 
   __device__ __forceinline__ void load(const value_t* from) const {
     Memory<value_t, kRowVector> rows[kRows];  // all loads are under way before the first is used
@@ -170,6 +173,9 @@ void turned(const Pass& pass, const Extent& extent, const value_t* values, value
         pass, extent, values, gradient, unsigned(parts), unsigned(tiles), layout == kForTf32);
   }
 }
+template <class Pass>
+void units(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts, cudaStream_t stream);
+
 // Passes that read v, and one that writes its gradient. Turned, a plane has at most as many parts as kTilePositions.
 template <class Pass>
 void planes_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64_t parts, int64_t layout, cudaStream_t stream) {
@@ -178,6 +184,8 @@ void planes_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64
 template <class Pass>
 void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts, int64_t layout,
                  cudaStream_t stream) {
+  if constexpr (!kLast)
+    if (layout == kUnits) return units(pass, extent, v, gradient, parts, stream);
   turned<false>(pass, extent, v, gradient, parts, layout, stream);
 }
 
@@ -235,3 +243,5 @@ inline void transpose(value_t* out, const value_t* source, int64_t N, int64_t ro
 }
 
 }  // namespace load
+
+#include "load/units.cuh"
