@@ -235,12 +235,13 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
         return divided.parts
     positions = plan.sizes.positions(each.level)
     pack = 8 if plan.value_dtype.itemsize == 2 else 4  # planes.cuh's kPack
-    if plan.last:  # LastPlane's
+    turned = plan.layout and number in program.turned
+    if plan.last or turned and source.sums_alone(program, number):  # LastPlane's
         lanes = 32 if plan.sizes.C > 16 else 16 if plan.sizes.C > 8 else 8
         most = -(-positions * lanes // (256 * pack))
         sums = any(key.what != "value" for key in each.targets)
         return _shares(most, plan.sizes.N * -(-plan.sizes.C // lanes)) if sums else most
-    if plan.layout and number in program.turned:  # turned.cuh's tiles
+    if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
         side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
         return most if plan.layout == UNITS else _shares(most, side_by_side)

@@ -830,6 +830,15 @@ def _turned(program: Program) -> list[int]:
     return found if all(alone[i] and not program.texts[i].scalar for i in found) else []
 
 
+def sums_alone(program: Program, number: int) -> bool:
+    """Does a pass write nothing at positions, and read v alone there?"""
+    reads = program.texts[number].pointers.keys()
+    spaces = {array.name: array.space for array in (*program.arrays.values(), *program.given.values())}
+    spaces |= {identifier(leaf.attr[0]): leaf.space for leaf in program.leaves() if leaf.attr[1] != "z"}
+    others = any(spaces[name].level for name in reads if name in spaces)
+    return not others and all(key.what != "value" for key in program.passes[number].targets)
+
+
 def rooms(program: Program) -> dict[Array, list[Array]]:
     """The arrays that share one tensor: those that nobody outside sees (`SCRATCH`), and small ones from forward to backward (`KEPT`)."""
     results = {root.name for root in program.roots}
@@ -936,7 +945,7 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
         if isinstance(each, Planes):
             v, skeleton, layout = "v" if program.texts[i].reads_v else "nullptr", "planes", ""
             if i in program.turned:
-                skeleton, layout = "planes_of_v", ", layout"
+                skeleton, layout = "sums_of_v" if sums_alone(program, i) else "planes_of_v", ", layout"
                 if program.texts[i].writes_dz:
                     skeleton, v = "planes_to_v", f"{v}, dz"
             calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")

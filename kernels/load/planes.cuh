@@ -213,7 +213,7 @@ template <bool kScalar> class Plane {
 // A lane's share of a plane, where arrays are channels last. A warp has kWarpLanes channels, or where there are fewer, the next power of
 // two, side by side; rows of so many lanes take positions in turn, kPack at a time. A lane behind the last channel stands for it and does
 // nothing.
-template <bool kScalar> class LastPlane {
+template <bool kScalar, template <int> class ItsPoint = Point> class LastPlane {
  public:
   const int64_t n, c;
   __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts)
@@ -260,7 +260,7 @@ template <bool kScalar> class LastPlane {
   static __device__ int64_t clamped(unsigned c, const Extent& extent) { return c < unsigned(extent.C) ? c : extent.C - 1; }
   __device__ __forceinline__ int first() const { return int((part_ * kPlaneThreads + threadIdx.x) / lanes_); }
   __device__ __forceinline__ int step() const { return int(parts_ * kPlaneThreads / lanes_); }
-  template <int K> __device__ __forceinline__ Point<K> point(int position) const {
+  template <int K> __device__ __forceinline__ ItsPoint<K> point(int position) const {
     return {extent_, values_, n, c, extent_.C, position, 0, extent_.positions() % K == 0};
   }
   // Of the lanes of a channel, in their order.
@@ -294,15 +294,19 @@ planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsig
 }
 
 // values: the convolution's, or null. A part has at most 2³¹ positions.
-template <class Pass>
-void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
-  using ThePlane = std::conditional_t<kLast, LastPlane<is_scalar<Pass>>, Plane<is_scalar<Pass>>>;
-  const int64_t S = extent.positions(), lanes = kLast ? LastPlane<false>::lanes_of(extent.C) : 1;
+template <bool kAreLast, class ThePlane, class Pass>
+void in_planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
+  const int64_t S = extent.positions(), lanes = kAreLast ? LastPlane<false>::lanes_of(extent.C) : 1;
   const int64_t blocks = extent.N * ((extent.C + lanes - 1) / lanes) * parts;
   if (!blocks || !S) return;
   const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts + 1;
-  const unsigned threads = kLast || packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
+  const unsigned threads = kAreLast || packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
   planes_kernel<ThePlane><<<unsigned(blocks), threads, 0, stream>>>(pass, extent, values, unsigned(parts));
+}
+template <class Pass>
+void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
+  using ThePlane = std::conditional_t<kLast, LastPlane<is_scalar<Pass>>, Plane<is_scalar<Pass>>>;
+  in_planes<kLast, ThePlane>(pass, extent, values, parts, stream);
 }
 
 // How many parts of a plane's sums are left, merged into `out` where there are many.
