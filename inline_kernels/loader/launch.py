@@ -15,6 +15,7 @@ import functools
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import create_string_buffer
 from operator import itemgetter
 
 import torch
@@ -192,7 +193,8 @@ def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
     # Of the launcher as `read` finds it: once, and again after an edited cell.
     launched = launch = pack = written_of = None
     count, split, formats, sized = 0, 0, [], False
-    # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/host/bound.h).
+    # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/host/bound.h),
+    # in which launches write.
     nothing = (lambda *tensors: False), False, b""
     known = nothing
 
@@ -226,11 +228,11 @@ def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
             else TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         )
         empty = sum([t.numel() == 0 for t in tensors])
-        head = launched[-1], tensors[0].get_device(), empty, split
-        bound = struct.pack("=Qqqq" + "".join(formats[split:]), *head, *last)
+        head = launched[-1], tensors[0].get_device(), empty, split, 0
+        bound = struct.pack("=Qqqqq" + "".join(formats[split:]), *head, *last)
         if sized:
             bound += _sizes(tensors)
-        known = alike, any([t.requires_grad for t in tensors]), bound
+        known = alike, any([t.requires_grad for t in tensors]), create_string_buffer(bound, len(bound))
 
     def again(*first) -> None:
         tensors, (alike, requires_grad, bound) = first[:count], known
