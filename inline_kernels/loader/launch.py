@@ -179,6 +179,7 @@ def _gone(problem: str) -> Callable:
 # An Argument (kernels/host/host.h) as bytes, by its C type; of a tensor it is the address, "Q".
 _FORMATS = {"int64_t": "q", "double": "d", "bool": "?7x"}
 _MOST_DIMS = 8
+_data_ptr = Tensor.data_ptr
 
 
 def _sizes(tensors: Sequence[Tensor]) -> bytes:
@@ -240,7 +241,7 @@ def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
             return check(*first)
         if (requires_grad and torch.is_grad_enabled()) or _profiler_enabled():
             return call(*first, *last)
-        problem = launch(bound, pack(*map(Tensor.data_ptr, tensors), *first[count:]))
+        problem = launch(bound, pack(*map(_data_ptr, tensors), *first[count:]))
         if problem is None:
             torch._C._increment_version(written_of(tensors))
         else:
@@ -249,7 +250,10 @@ def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
     def trusted(*first) -> None:
         if known is nothing or _profiler_enabled():
             return check(*first)
-        problem = launch(known[2], pack(*map(Tensor.data_ptr, first[:count]), *first[count:]))
+        if split == count:
+            problem = launch(known[2], pack(*map(_data_ptr, first)))
+        else:
+            problem = launch(known[2], pack(*map(_data_ptr, first[:count]), *first[count:]))
         if problem is not None:
             report(problem, first)
 
