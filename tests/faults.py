@@ -71,6 +71,7 @@ FAULTS = [
     Fault("kernels/cpu/load.h", "if (std::isinf(square)) square = squares_in_double();", "", "test_semantics.py -k 'large_magnitudes and rest'"),
     Fault("kernels/cpu/winograd.h", "out2[i] = r - q", "out2[i] = q - r", "test_semantics.py -k winograd"),
     Fault("kernels/host/bound.h", "if (low != bound.empty) return \"\";", "", "test_bound.py -k freed"),
+    Fault("kernels/host/room.h", "const int64_t at = used_;", "const int64_t at = 0;", "test_loader_source.py -k shares_an_allocation"),
     Fault("kernels/host/tensor.h", "index < 0 ? index + dims : index", "index < 0 ? index + dims - 1 : index", "test_loader_source.py -k 'sizes'"),
     # ---- loader
     Fault("inline_kernels/loader/cache.py", "if _checksum(library) != record[\"sha256\"] or changed(record[\"dependencies\"]):", "if changed(record[\"dependencies\"]):", "test_loader_cache.py -k damaged"),
@@ -98,6 +99,8 @@ FAULTS = [
     Fault("inline_kernels/engine/capture.py", "elif self._writes_an_input(node):", "elif False:", "test_engine_capture.py -k writes_in_place"),
     Fault("inline_kernels/engine/graph.py", "found[arg.id] = found[arg.id] + part if arg.id in found else part", "found[arg.id] = part", "test_engine_capture.py -k random_programs"),
     Fault("inline_kernels/engine/scalars.py", "shared = a.eq(b).where(g * 0.5, g)", "shared = g", "test_semantics.py -k min_add_ties"),
+    Fault("inline_kernels/engine/algebra.py", "if None in found or not _may_leave(factor, node):", "if True:", "test_engine_algebra.py -k centred"),
+    Fault("inline_kernels/engine/algebra.py", "return _is_even(factor, node.attr)", "return True", "test_engine_algebra.py -k only_some_terms"),
     Fault("inline_kernels/engine/algebra.py", "return 1 if at == 0 else -1", "return 1", "test_engine_algebra.py"),
     Fault("inline_kernels/engine/algebra.py", "if op == \"relu\" and (low > 0 or x.op == \"relu\"):", "if op == \"relu\" and (high > 0 or x.op == \"relu\"):", "test_engine_algebra.py -k bounds"),
     Fault("inline_kernels/engine/passes.py", "apart = looks_up or domain[need] != domain[key]", "apart = domain[need] != domain[key]", "test_engine_source.py -k random_programs"),

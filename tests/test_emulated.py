@@ -132,7 +132,7 @@ def _argument(parameter: loader_source.Parameter, value):
 
 FLAGS = [
     "-std=c++17",
-    "-O1",
+    "-Og",
     "-U_FORTIFY_SOURCE",
     "-w",
     "-fPIC",

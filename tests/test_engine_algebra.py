@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.level2 import PROBLEMS
 from fuzz_engine import random_program
-from inline_kernels.engine.algebra import bounds, reordered
+from inline_kernels.engine.algebra import bounds, factored, reordered
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.graph import BY_CHANNEL, ELEMENTS, ONE, Facts, Graph, order
 from reference_graph import Sizes, evaluate
@@ -85,6 +85,49 @@ def test_the_sign_of_a_factor_is_seen_at_the_call(graph):
     pooled = graph.extreme(w, norm, 1)
     (index,) = (n for n in order([rewritten(pooled)]) if n.op == "pick")
     assert Facts([index], keeps=False).level[index.id] == 0
+
+
+@pytest.mark.parametrize("picked", [False, True])
+@pytest.mark.parametrize("steps", [("s",), ("s", "n"), ("s", 2)], ids=["instance", "batch", "group"])
+def test_a_gradient_is_centred_before_it_is_divided_by_a_deviation(graph, steps, picked):
+    """Else what is left of dy when its means are taken off is lost in the rounding of dy / σ."""
+    z, gamma = z_of(graph), graph.leaf("gamma", BY_CHANNEL, "parameter")
+    mean = graph.mean(z, steps)
+    rstd = (graph.variance(z, mean, steps) + 1e-5).apply("rsqrt")
+    y = ((z - mean) * rstd * gamma).apply("clamp", -1.0, 1.0)
+    y = graph.extreme("c", y * gamma, 1) if picked else y
+    adjoints = graph.adjoints(y, graph.leaf("dy", y.space, "dy"), [z, gamma])
+    roots = factored(adjoints)
+    sizes, nodes = Sizes(graph, N, C, POSITIONS), order(adjoints)
+    given = {
+        n.attr[0]: torch.randn(sizes.shape(n.space), dtype=torch.float64) for n in nodes if n.op == "leaf"
+    }
+    for got, want in zip(evaluate(roots, given, sizes), evaluate(adjoints, given, sizes)):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    centred, factor = roots[0].args
+    assert roots[0].op == "mul" and factor is rstd
+    of_dy = Facts(roots, keeps=True).of_dy
+    for node in order([centred]):
+        if node.op == "mul" and node.space.level and node.id in of_dy:
+            assert rstd not in node.args and not any(a.op == "take" and a.args[0] is rstd for a in node.args)
+    assert len(order(roots)) <= len(nodes)
+
+
+def test_what_only_some_terms_have_stays(graph):
+    z, x, dy = z_of(graph), graph.leaf("x", ELEMENTS, "input"), graph.leaf("dy", ELEMENTS, "dy")
+    a, b = graph.mean(z, ("s",)), graph.mean(z * z, ("s",))
+    for root in (
+        dy * a + x,
+        dy * a + dy * b,
+        graph.sum("s", dy * x),
+        graph.group(dy * a, 2),
+        (dy * a).apply("exp"),
+    ):
+        assert factored([root]) == [root]
+    assert factored([dy * a * b + x * b])[0] is (dy * a + x) * b
+    assert factored([dy * a - x * a])[0] is (dy - x) * a
+    small = graph.sum("s", dy) * a  # which no position is multiplied for
+    assert factored([z * (small * b) + small * b])[0] == z * (small * b) + small * b
 
 
 def test_the_maximum_of_a_valley_is_at_an_end(graph):

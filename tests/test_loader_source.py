@@ -357,6 +357,59 @@ def test_scratch_memory(stable, monkeypatch):
     reverse(y, x, 1000)
 
 
+ROOM = r"""#include "host/room.h"
+int64_t allocated[8], count, released;
+struct Counting {
+  static void* allocate(int64_t bytes, void** memory) {
+    allocated[count++] = bytes;
+    return *memory = new char[bytes];
+  }
+  static void release(void* memory) { released++, delete[] static_cast<char*>(memory); }
+};
+using Room = inline_loader::Room<Counting>;
+static int64_t taken = 0;
+
+// Writes what is allocated for pieces of `bytes`, and how many are released when all are given back; and fills each piece.
+EXPORT void call(int64_t* found, bool* apart, const int64_t* bytes, int64_t pieces, bool roomy) {
+  count = released = 0;
+  char* at[8];
+  void* memory[8];
+  {
+    int64_t none = 0;
+    Room room(roomy ? taken : none);
+    for (int i = 0; i < pieces; i++) at[i] = static_cast<char*>(Room::allocate(bytes[i], memory + i));
+    for (int i = 0; i < pieces; i++) std::fill_n(at[i], bytes[i], char(i));
+    *apart = true;
+    for (int i = 0; i < pieces; i++) *apart &= at[i][0] == i && at[i][bytes[i] - 1] == i;
+    for (int i = 0; i < pieces; i++)
+      if (memory[i]) Counting::release(memory[i]);
+  }
+  std::copy_n(allocated, 8, found), found[count] = -released;
+}
+"""
+
+
+def test_scratch_shares_an_allocation():
+    """From the second call on, and no more than the last call took; what is large is by itself."""
+    kernels = inline_loader.load("room", source="#include <algorithm>\n" + ROOM)
+
+    def allocated(*sizes: int, roomy: bool = True) -> list[int]:
+        found, apart = torch.zeros(9, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+        kernels(found, apart, torch.tensor(sizes), len(sizes), roomy)
+        *made, released = found[: (found < 0).nonzero().item() + 1].tolist()
+        assert apart and released == -len(made)
+        return made
+
+    assert allocated(100, 600, 512) == [100, 600, 512]
+    assert allocated(100, 600, 512) == [512 + 1024 + 512]
+    assert allocated(100, 600, 512, roomy=False) == [100, 600, 512]
+    assert allocated(100, 5 << 20, 600) == [2048, 5 << 20]
+    assert allocated(100, 600, 700) == [1536, 700]
+    assert allocated(100, 600, 700) == [2560]
+    assert allocated(3 << 20, 3 << 20) == [3 << 20, 3 << 20]
+    assert allocated(3 << 20, 3 << 20) == [3 << 20, 3 << 20]
+
+
 def test_tensors_with_sizes_under_torch_compile():
     scale = inline_loader.load(
         "scale",

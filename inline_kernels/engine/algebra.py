@@ -8,6 +8,8 @@ differ by rounding, and where several values of a window are equal, or NaN, a gr
 - valley: of a function that falls and then rises, the maximum is the greater of its values at the window's maximum and minimum;
 - sums taken apart: where a sum over positions can be had from sums that are there earlier (a mean behind a norm), no pass is made for it;
 - bounds: what can't happen is left out (relu behind relu; hardswish's clamp of what stays between -3 and 3).
+
+`factored(roots)` is for a gradient: a statistic that is a factor of all terms of a sum comes after the sum.
 """
 
 from __future__ import annotations
@@ -109,6 +111,105 @@ def _sums_of_statistics(roots: Sequence[Node]) -> set[int]:
 
 def _level(node: Node) -> int:
     return Facts([node], keeps=False).level[node.id]
+
+
+# ---- common factors
+def factored(roots: Sequence[Node]) -> list[Node]:
+    """A gradient's roots with x·r + y·r as (x + y)·r, and Σ x·r as r·Σ x, where r is a statistic of forward's. A norm's gradient is r = 1/σ
+    times what is left of dy when its means are taken off, which may be little: with few positions of a plane the rounding of dy·r
+    would be most of it. Parameters stay with dy, as in eager's norms."""
+    rewriter = _Factored(roots)
+    return [rewriter.of(root) for root in roots]
+
+
+class _Factored:
+    def __init__(self, roots: Sequence[Node]):
+        self.graph, self.facts = roots[0].graph, Facts(roots, keeps=True)
+        self.known: dict[Node, Node] = {}
+
+    def of(self, node: Node) -> Node:
+        if node.id not in self.facts.of_dy:
+            return node
+        if node not in self.known:
+            self.known[node] = self._rewritten(node, [self.of(a) for a in node.args])
+        return self.known[node]
+
+    def _rewritten(self, node: Node, terms: list[Node]) -> Node:
+        graph, taken_out = self.graph, []
+        if node.op in ("sum", "group") or (node.op in ("add", "sub") and node.space.level):
+            for factor in [f for each in terms for f in self._statistics(each)]:
+                found = [_without(each, factor) for each in terms]
+                if None in found or not _may_leave(factor, node):
+                    continue
+                if not node.space.level or any(saves for _, saves in found):
+                    terms = [left for left, _ in found]
+                    taken_out.append(factor)
+        if node.is_scalar_op:
+            result = graph.scalar(node.op, *terms)
+        elif node.op == "sum":
+            result = graph.total(node.attr, terms[0])
+        elif node.op == "group":
+            result = graph.group(terms[0], node.attr)
+        else:
+            result = graph.make(node.op, *terms, attr=node.attr, space=node.space)
+        for factor in taken_out:
+            result = result * factor
+        return result
+
+    def _statistics(self, a: Node, index: Node | None = None) -> list[Node]:
+        """Those among a's factors. index: a is put to those places."""
+        if a.op == "put":
+            return self._statistics(a.args[0], a.args[1])
+        whole, known = a if index is None else _untaken(a, index), self.facts
+        if whole is not None and whole.space.small and whole.id in known.of_z and whole.id not in known.of_dy:
+            return [whole]
+        if a.op == "mul":
+            return [factor for each in a.args for factor in self._statistics(each, index)]
+        return self._statistics(a.args[_LINEAR[a.op]], index) if a.op in _LINEAR else []
+
+
+_LINEAR = {"div": 0, "neg": 0, "where": 1}  # in that operand; a choice where the other one is 0
+
+
+def _may_leave(factor: Node, node: Node) -> bool:
+    """Is it the same for all that a sum adds up?"""
+    if node.op == "group":
+        return _is_even(factor, node.attr)
+    return node.op != "sum" or not factor.space.has(node.attr)
+
+
+def _is_even(a: Node, groups: int) -> bool:
+    """Have all channels of a group the same?"""
+    if not a.space.c or (a.op == "group" and a.attr == groups) or (a.op == "variance" and groups in a.attr):
+        return True
+    return a.is_scalar_op and all(_is_even(each, groups) for each in a.args)
+
+
+def _untaken(a: Node, index: Node) -> Node | None:
+    """The value without positions that a was taken of; None: there is none."""
+    if a.space.small:
+        return a
+    if a.op == "take" and a.args[1] is index:
+        return _untaken(a.args[0], index)
+    operands = [_untaken(each, index) for each in a.args] if a.is_scalar_op else [None]
+    return None if None in operands else a.graph.scalar(a.op, *operands)
+
+
+def _without(a: Node, factor: Node) -> tuple[Node, bool] | None:
+    """a / factor, by leaving it out once, and whether that saves a product at positions; None where a hasn't it."""
+    graph = a.graph
+    if a is factor:
+        return graph.const(1.0), False
+    if a.op == "put":
+        found = _without(a.args[0], graph.take(a.args[1], factor))
+        return found and (graph.put(a.args[1], found[0]), found[1])
+    if a.op == "where" and not a.args[2].is_const(0.0):
+        return None
+    for at in (0, 1) if a.op == "mul" else (_LINEAR[a.op],) if a.op in _LINEAR else ():
+        if found := _without(a.args[at], factor):
+            left = graph.scalar(a.op, *a.args[:at], found[0], *a.args[at + 1 :])
+            return left, found[1] or (a.args[at] is factor and bool(a.space.level))
+    return None
 
 
 # ---- statistics

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from . import source, strips
-from .algebra import reordered
+from .algebra import factored, reordered
 from .cases import Case
 from .graph import ELEMENTS, Facts, Node, Space, down_to, order
 from .passes import Array, Program, Root, kind_of, of_positions
@@ -147,7 +147,9 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
     if z in kept and kind.device == "cuda":
         own = _OwnChannel(graph)
         roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
-        kept = _kept([root.node for root in roots.values()], z)
+    nodes = factored([root.node for root in roots.values()])
+    roots = {key: root._replace(node=node) for (key, root), node in zip(roots.items(), nodes)}
+    kept = _kept(nodes, z)
     if only_v:
         kept = [z] if z in order([root.node for root in roots.values()]) else []
     given = {node: _saved_array(node, z, kind.few_channels) for node in kept}

@@ -15,6 +15,7 @@ import functools
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import create_string_buffer
 from operator import itemgetter
 
 import torch
@@ -178,6 +179,7 @@ def _gone(problem: str) -> Callable:
 # An Argument (kernels/host/host.h) as bytes, by its C type; of a tensor it is the address, "Q".
 _FORMATS = {"int64_t": "q", "double": "d", "bool": "?7x"}
 _MOST_DIMS = 8
+_data_ptr = Tensor.data_ptr
 
 
 def _sizes(tensors: Sequence[Tensor]) -> bytes:
@@ -192,7 +194,8 @@ def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
     # Of the launcher as `read` finds it: once, and again after an edited cell.
     launched = launch = pack = written_of = None
     count, split, formats, sized = 0, 0, [], False
-    # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/host/bound.h).
+    # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/host/bound.h),
+    # in which launches write.
     nothing = (lambda *tensors: False), False, b""
     known = nothing
 
@@ -226,11 +229,11 @@ def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
             else TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         )
         empty = sum([t.numel() == 0 for t in tensors])
-        head = launched[-1], tensors[0].get_device(), empty, split
-        bound = struct.pack("=Qqqq" + "".join(formats[split:]), *head, *last)
+        head = launched[-1], tensors[0].get_device(), empty, split, 0
+        bound = struct.pack("=Qqqqq" + "".join(formats[split:]), *head, *last)
         if sized:
             bound += _sizes(tensors)
-        known = alike, any([t.requires_grad for t in tensors]), bound
+        known = alike, any([t.requires_grad for t in tensors]), create_string_buffer(bound, len(bound))
 
     def again(*first) -> None:
         tensors, (alike, requires_grad, bound) = first[:count], known
@@ -238,7 +241,7 @@ def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
             return check(*first)
         if (requires_grad and torch.is_grad_enabled()) or _profiler_enabled():
             return call(*first, *last)
-        problem = launch(bound, pack(*map(Tensor.data_ptr, tensors), *first[count:]))
+        problem = launch(bound, pack(*map(_data_ptr, tensors), *first[count:]))
         if problem is None:
             torch._C._increment_version(written_of(tensors))
         else:
@@ -247,7 +250,10 @@ def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
     def trusted(*first) -> None:
         if known is nothing or _profiler_enabled():
             return check(*first)
-        problem = launch(known[2], pack(*map(Tensor.data_ptr, first[:count]), *first[count:]))
+        if split == count:
+            problem = launch(known[2], pack(*map(_data_ptr, first)))
+        else:
+            problem = launch(known[2], pack(*map(_data_ptr, first[:count]), *first[count:]))
         if problem is not None:
             report(problem, first)
 

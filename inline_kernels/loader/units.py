@@ -213,7 +213,7 @@ def host_unit(device: str) -> Unit:
 extern "C" {{
 __attribute__((visibility("default"))) extern const inline_loader::Host {HOST};
 const inline_loader::Host {HOST} = inline_loader::pytorch;
-__attribute__((visibility("default"))) const char* {LAUNCH}(const inline_loader::Bound* bound, const inline_loader::Argument* first) {{
+__attribute__((visibility("default"))) const char* {LAUNCH}(inline_loader::Bound* bound, const inline_loader::Argument* first) {{
   return inline_loader::launch(*bound, first);
 }}
 }}

@@ -12,6 +12,7 @@ struct Bound {
   int64_t device;    // of its tensors; -1: the CPU
   int64_t empty;     // how many of its tensors have no elements, and the address 0
   int64_t first;     // how many arguments come before the last
+  int64_t scratch;   // bytes of a call's small pieces of scratch memory, of a Room; 0 until there was a call
   Argument last[1];  // or more; behind them the Sizes of its tensors, which come first, where it takes sizes
 };
 
@@ -20,19 +21,28 @@ struct Bound {
 constexpr uintptr_t kLow = uintptr_t(1) << 32;
 
 // Returns what went wrong, until the thread's next call, or null; "" if nothing was launched, because a tensor's memory may have been freed.
-inline const char* launch(const Bound& bound, const Argument* first) {
+inline const char* launch(Bound& bound, const Argument* first) {
   const Launcher& launcher = *bound.launcher;
   const int64_t given = launcher.count - takes_stream(launcher);
   int64_t low = 0;
   for (int i = 0; i < bound.first; i++) low += launcher.kinds[i] >= 0 && uintptr_t(first[i].data) < kLow;
   if (low != bound.empty) return "";
-  std::vector<Argument> arguments(launcher.count);
-  std::copy_n(first, bound.first, arguments.begin());
-  std::copy_n(bound.last, given - bound.first, arguments.begin() + bound.first);
+  constexpr int kOften = 32;
+  Argument few[kOften];
+  std::vector<Argument> many(launcher.count > kOften ? launcher.count : 0);
+  Argument* const arguments = many.empty() ? few : many.data();
+  std::copy_n(first, bound.first, arguments);
+  std::copy_n(bound.last, given - bound.first, arguments + bound.first);
   thread_local std::string what;
   try {
     const auto* sizes = reinterpret_cast<const Sizes*>(bound.last + (given - bound.first));
-    launch(launcher, int(bound.device), arguments.data(), sizes);
+#ifdef WITH_CUDA
+    // Where PyTorch shall keep no memory, as for who looks for accesses outside of it, each piece is by itself.
+    static const bool apart = std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING");
+    std::optional<Room<Allocator>> room;
+    if (!apart) room.emplace(bound.scratch);
+#endif
+    launch(launcher, int(bound.device), arguments, sizes);
     return nullptr;
   } catch (const std::exception& error) {
     what = error.what();

@@ -4,9 +4,12 @@
 // It exists twice, behind the same names: on PyTorch's stable ABI (STABLE_ABI=1: torch 2.10 and later; compiles in about
 // a second) and on ATen (older releases).
 #pragma once
+#include <cstdlib>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
+#include "host/room.h"
 #include "host/tensor.h"
 #ifdef WITH_CUDA
 #define USE_CUDA  // the stable headers then declare aoti_torch_get_current_cuda_stream
@@ -86,44 +89,46 @@ inline int64_t held_bytes(const Tensor& tensor) {
 #endif
 }
 
-inline void* allocate(int64_t bytes, void** memory) {
+// PyTorch's allocator, on the current device and stream.
+struct Allocator {
+  static void* allocate(int64_t bytes, void** memory) {
 #ifdef WITH_CUDA
-  int device = 0;
-  cudaGetDevice(&device);
+    int device = 0;
+    cudaGetDevice(&device);
 #endif
 #if STABLE_ABI
 #ifdef WITH_CUDA
-  const int32_t type = aoti_torch_device_type_cuda();
+    const int32_t type = aoti_torch_device_type_cuda();
 #else
-  const int32_t type = aoti_torch_device_type_cpu(), device = 0;
+    const int32_t type = aoti_torch_device_type_cpu(), device = 0;
 #endif
-  const int64_t stride = 1;
-  AtenTensorHandle tensor = nullptr;
-  void* data = nullptr;
-  if (aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), type, device, &tensor) != TORCH_SUCCESS)
-    throw std::runtime_error("out of memory: expected " + std::to_string(bytes) + " bytes for a launcher's scratch");
-  *memory = tensor;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &data));
-  return data;
+    const int64_t stride = 1;
+    AtenTensorHandle tensor = nullptr;
+    void* data = nullptr;
+    if (aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), type, device, &tensor) != TORCH_SUCCESS)
+      throw std::runtime_error("out of memory: expected " + std::to_string(bytes) + " bytes for a launcher's scratch");
+    *memory = tensor;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &data));
+    return data;
 #else
 #ifdef WITH_CUDA
-  const at::Device place(at::kCUDA, device);
+    const at::Device place(at::kCUDA, device);
 #else
-  const at::Device place(at::kCPU);
+    const at::Device place(at::kCPU);
 #endif
-  auto* tensor = new at::Tensor(at::empty({bytes}, at::TensorOptions(place).dtype(at::kByte)));
-  *memory = tensor;
-  return tensor->data_ptr();
+    auto* tensor = new at::Tensor(at::empty({bytes}, at::TensorOptions(place).dtype(at::kByte)));
+    *memory = tensor;
+    return tensor->data_ptr();
 #endif
-}
-
-inline void release(void* memory) {
+  }
+  static void release(void* memory) {
 #if STABLE_ABI
-  aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(memory));
+    aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(memory));
 #else
-  delete static_cast<at::Tensor*>(memory);
+    delete static_cast<at::Tensor*>(memory);
 #endif
-}
+  }
+};
 
 inline bool takes_stream(const Launcher& launcher) {
   return launcher.count > 0 && launcher.kinds[launcher.count - 1] == kStream;
@@ -134,7 +139,9 @@ inline bool takes_stream(const Launcher& launcher) {
 inline int64_t launch(const Launcher& launcher, int device, Argument* arguments, const Sizes* sizes) {
 #ifdef WITH_CUDA
   if (launcher.asked && device < 0) return launcher.run(arguments, sizes);  // of no tensor on a GPU: of the current one
-  DeviceGuard guard(device);
+  int current = -1;
+  std::optional<DeviceGuard> guard;
+  if (cudaGetDevice(&current); current != device) guard.emplace(device);
   if (takes_stream(launcher)) arguments[launcher.count - 1].data = current_stream(device);
 #endif
   const int64_t result = launcher.run(arguments, sizes);
@@ -285,9 +292,9 @@ inline void parallel_for(int64_t count, int64_t grain, void (*body)(const void*,
 }
 
 #if STABLE_ABI
-constexpr Host pytorch{add, call, parallel_for, allocate, release};
+constexpr Host pytorch{add, call, parallel_for, Room<Allocator>::allocate, Allocator::release};
 #else
-constexpr Host pytorch{add, nullptr, parallel_for, allocate, release};
+constexpr Host pytorch{add, nullptr, parallel_for, Room<Allocator>::allocate, Allocator::release};
 #endif
 
 }  // namespace inline_loader
