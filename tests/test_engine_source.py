@@ -87,9 +87,7 @@ class Run:
         if library.is_channels_last(x) and library.device_type(x) == "cuda":
             like = copy.deepcopy(model)(x)
             last = like.dim() == x.dim() and library.is_channels_last(like)
-        self.plan = schedule.plan(
-            Case(self.segment, arguments, saving or dy is not None, x.dtype, last=last)
-        )
+        self.plan = schedule.plan(Case(self.segment, arguments, saving or dy is not None, x.dtype, last=last))
         self.y, *self.saved = schedule.forward(self.plan, arguments)
         self.results = {"output": self.y}
         if dy is not None:
@@ -781,6 +779,19 @@ def test_operands_of_tf32_are_rounded(monkeypatch, device):
     x[0, 0, 0, 0], x[1, 0, 0, 0] = INF, NAN
     y = Run(model, x).y
     assert torch.equal(y.isnan(), model(x).isnan()) and torch.equal(y.isinf(), model(x).isinf())
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d(8), nn.GroupNorm(4, 8), nn.InstanceNorm2d(8, affine=True)], ids=str
+)
+def test_gradients_of_parameters_are_read_by_nobody(norm):
+    """They may be of 16 bits; what else needs such a sum has it as it was summed."""
+    (segment,) = capture(nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU()), True, 4).segments
+    for device in ("cpu", "cuda"):
+        composed = programs.composed_of(segment, programs.Kind(device, True, True, False, source.Own()))
+        for text in composed.backward.texts:
+            read = [name for name, ctype in text.pointers.items() if ctype == "const parameter_t*"]
+            assert not [name for name in read if name.startswith("d_")]
 
 
 @pytest.mark.parametrize("saving", [False, True])

@@ -83,7 +83,9 @@ def _without_memory(x: Tensor, entry: Entry) -> Tensor:
 
 
 def _is_ready(t: Tensor, entry: Entry) -> bool:
-    alike = t.dtype == entry.dtype and not entry.last and t.is_contiguous() and entry.channels in (0, t.numel())
+    alike = (
+        t.dtype == entry.dtype and not entry.last and t.is_contiguous() and entry.channels in (0, t.numel())
+    )
     return alike and (t.dim() < entry.aligned or t.data_ptr() % 16 == 0)
 
 

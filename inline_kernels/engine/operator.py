@@ -297,7 +297,11 @@ class Layout:
     as they are to be."""
 
     def __init__(self, like: Tensor, last: bool = False):
-        self.shape, self.order, self.is_there = like.shape, None, last  # order: None: contiguous, or as they come
+        self.shape, self.order, self.is_there = (
+            like.shape,
+            None,
+            last,
+        )  # order: None: contiguous, or as they come
         if not (last or like.is_contiguous()):
             self.order = sorted(range(like.dim()), key=lambda i: (-like.stride(i), i))
             self.back = [self.order.index(i) for i in range(like.dim())]

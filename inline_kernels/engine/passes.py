@@ -195,9 +195,11 @@ class Program:
     # ------------------------------------------------------------------------------------------- what becomes an array
 
     def _written_anew(self, root: Root) -> Root:
-        """What is broadcast along its array, or comes in, is a value of its own there."""
+        """What is broadcast along its array, or comes in, is a value of its own there; and what may be rounded, to a parameter's type: nobody reads
+        that again."""
         if (
             root.node.space == root.space
+            and root.kind != "parameter"
             and root.node not in self.given
             and root.node.op not in ("leaf", "const")
         ):

@@ -27,7 +27,7 @@ from .cases import Case
 from .graph import ELEMENTS, order
 from .launching import Entry, Launch
 from .mainloops import Job, local
-from .passes import Array, Key, Planes, Program, Root, Unsupported
+from .passes import Array, Key, Planes, Program, Root, Small, Unsupported
 from .sink_text import Pass, Sink
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
@@ -155,7 +155,7 @@ class _Composer:
         for i in range(len(self.program.passes)):
             if i not in parts:
                 structs += [*self.lines[i], ""]
-                body.append(self._loaded(i))
+                body += [self._loaded(i), *source.merging(self.program, i)]
                 continue
             structs += parts[i].lines
             locals_ += [
@@ -167,6 +167,7 @@ class _Composer:
                 if sink.kind == "channels":
                     planned += self._blocks(i, sink)
                     body += self._merged(i, sink)
+            body += source.merging(self.program, i)
         declared = [f"Out<{source.EXPORTED[a.kind]}> {a.name}" for a in results]
         declared += ["In<value_t> x", "In<value_t> weight"]
         declared += [f"In<{kind}> {source.identifier(name)}" for name, kind in tensors]
@@ -232,14 +233,15 @@ class _Composer:
                 of_block = 1024 if each.by_sample else 4096
                 lines.append(f"const int64_t parts_{i} = extent_{each.level}.positions() / {of_block} + 1;")
         made = [a for a in self.program.arrays.values() if a not in results and a.name != "stored"]
-        sizes = [f"({source._size(a)}) * int64_t(sizeof({source.TYPES[a.kind]}))" for a in made]
+        made += [source.few(a) for a in made if a.parts is not None]
+        sizes = [f"({source.size(a)}) * int64_t(sizeof({source.TYPES[a.kind]}))" for a in made]
         if made:
             lines.append(
                 f"const Scratch<double> scratch({' + '.join(f'({size} + 15) / 16 * 2' for size in sizes)}, stream);"
             )
             lines.append("double* next = scratch;")
         lines += [
-            f"{source.TYPES[a.kind]}* const {a.name} = load::next<{source.TYPES[a.kind]}>(next, {source._size(a)});"
+            f"{source.TYPES[a.kind]}* const {a.name} = load::next<{source.TYPES[a.kind]}>(next, {source.size(a)});"
             for a in made
         ]
         if self.stores:
@@ -274,7 +276,8 @@ class _Composer:
 
     def _loaded(self, number: int) -> str:
         each, text = self.program.passes[number], self.program.texts[number]
-        struct = f"Pass{number}{{{', '.join(text.members)}}}"
+        given = source.given_few(self.program) if isinstance(each, Small) else {}
+        struct = f"Pass{number}{{{', '.join(given.get(m, m) for m in text.members)}}}"
         if isinstance(each, Planes):
             level, channels = each.level, "1" if each.by_sample else "C"
             v = "stored" if text.reads_v else "nullptr"

@@ -844,22 +844,33 @@ def rooms(program: Program) -> dict[Array, list[Array]]:
     results = {root.name for root in program.roots}
     hidden = [array for array in program.arrays.values() if array.name not in results]
     if not program.on_cpu:
-        hidden += [_few(array) for array in hidden if array.parts is not None]
+        hidden += [few(array) for array in hidden if array.parts is not None]
     return {SCRATCH: hidden} | ({KEPT: list(program.kept)} if program.kept else {})
 
 
-def _few(array: Array) -> Array:
+def few(array: Array) -> Array:
     """Of the parts of planes' sums, where they are many, the sums."""
     return Array(f"few_{array.name}", array.kind, array.space)
 
 
-def _few_parts(program: Program) -> dict[str, str]:
+def merging(program: Program, number: int) -> list[str]:
+    """A GPU's calls behind a pass, or what stands for one, that makes parts of sums."""
+    partial = [program.arrays[key] for key in program.passes[number].targets]
+    partial = [array for array in partial if array.parts is not None]
+    calls = [f"const int64_t few_{number} = load::few_parts(parts_{number});"] * bool(partial)
+    for array in partial:
+        sums = few(array)
+        calls.append(f"load::merge_parts({sums.name}, {array.name}, {size(sums)}, parts_{number}, stream);")
+    return calls
+
+
+def given_few(program: Program) -> dict[str, str]:
     """What small passes are given in the place of planes' parts, and of how many there are."""
     found = {}
     for array in program.arrays.values():
         if array.parts is not None and not program.on_cpu:
-            few, parts = f"few_{array.parts}", f"parts_{array.parts}"
-            found |= {parts: few, array.name: f"{few} < {parts} ? {_few(array).name} : {array.name}"}
+            left, parts = f"few_{array.parts}", f"parts_{array.parts}"
+            found |= {parts: left, array.name: f"{left} < {parts} ? {few(array).name} : {array.name}"}
     return found
 
 
@@ -898,8 +909,8 @@ def _program(launcher: str, program: Program, names: Names, device: str, own: Ow
         text_lines, text = struct(f"{title}{number}", program, names, number)
         lines += [*text_lines, ""]
         program.texts.append(text)
-        few = _few_parts(program) if isinstance(program.passes[number], Small) else {}
-        made.append(f"{title}{number}{{{', '.join(few.get(m, m) for m in text.members)}}}")
+        given = given_few(program) if isinstance(program.passes[number], Small) else {}
+        made.append(f"{title}{number}{{{', '.join(given.get(m, m) for m in text.members)}}}")
         used_levels |= {name for name in text.numbers if name.startswith("extent_")}
     program.turned = _turned(program)
     if device == "cpu":
@@ -922,7 +933,7 @@ def _program(launcher: str, program: Program, names: Names, device: str, own: Ow
         constant = "" if room in written else "const "
         types = [f"{constant}{TYPES[a.kind]}" for a in arrays]
         inside += [
-            f"{t}* const {a.name} = load::next<{t}>({room.name}, {_size(a)});" for t, a in zip(types, arrays)
+            f"{t}* const {a.name} = load::next<{t}>({room.name}, {size(a)});" for t, a in zip(types, arrays)
         ]
     for name in sorted(used_levels):
         level = name.removeprefix("extent_")
@@ -949,13 +960,7 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
                 if program.texts[i].writes_dz:
                     skeleton, v = "planes_to_v", f"{v}, dz"
             calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")
-            partial = [program.arrays[key] for key in each.targets if program.arrays[key].parts is not None]
-            calls += [f"const int64_t few_{i} = load::few_parts(parts_{i});"] * bool(partial)
-            for array in partial:
-                planes = _size(_few(array))
-                calls.append(
-                    f"load::merge_parts({_few(array).name}, {array.name}, {planes}, parts_{i}, stream);"
-                )
+            calls += merging(program, i)
         else:
             blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
             calls.append(f"load::small({made[i]}, {blocks}, stream);")
@@ -1007,7 +1012,7 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
     ]
 
 
-def _size(array: Array) -> str:
+def size(array: Array) -> str:
     """The number of an array's elements."""
     factors = ["N"] * array.space.n + ["C"] * array.space.c
     factors += [f"{array.space.level}_{side}" for side in "DHW"] if array.space.level else []

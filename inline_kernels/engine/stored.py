@@ -63,7 +63,9 @@ def requests(case: Case) -> list[dict]:
 
 def describe(case: Case) -> str:
     by = _convolving(case)
-    return schedule.describe(_in_planes(case), by.describe(alone(case)).partition(":" if by is sinks else ",")[0])
+    return schedule.describe(
+        _in_planes(case), by.describe(alone(case)).partition(":" if by is sinks else ",")[0]
+    )
 
 
 def plan(case: Case) -> schedule.Plan:
