@@ -7,7 +7,7 @@
 
 namespace load {
 
-constexpr int kSmallThreads = 1024, kValueLanes = 8;
+constexpr int kSmallThreads = 768, kValueLanes = 8;  // so many leave 80 registers a thread
 
 // Those of a value. Of a warp all have some value to compute, and those that are not `active` write none.
 struct ValueLanes {

@@ -147,6 +147,7 @@ turned_kernel(const Pass pass, const Extent extent, const value_t* values, value
               unsigned channel_tiles, bool for_tf32) {
   __shared__ value_t shared[kTilePositions * kTileChannels];
   const unsigned tiles = (unsigned(extent.positions()) + kTilePositions - 1) / kTilePositions;
+#pragma unroll 1
   for (unsigned number = 0; blockIdx.x / channel_tiles % parts + number * parts < tiles; number++) {
     const Tile tile(extent, shared, parts, channel_tiles, number);
     if (kReads) tile.load(values);
