@@ -21,7 +21,7 @@ from fuzz_engine import random_program
 from inline_kernels.bench import checks
 from inline_kernels.engine import library, programs, schedule, source
 from inline_kernels.engine.capture import capture
-from inline_kernels.engine.cases import Case
+from inline_kernels.engine.cases import CTYPES, Case
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
 from test_engine_cpu import philox
 
@@ -781,6 +781,25 @@ def test_operands_of_tf32_are_rounded(monkeypatch, device):
     x[0, 0, 0, 0], x[1, 0, 0, 0] = INF, NAN
     y = Run(model, x).y
     assert torch.equal(y.isnan(), model(x).isnan()) and torch.equal(y.isinf(), model(x).isinf())
+
+
+SIDES = (1, 2, 3, 8, 13, 20, 49, 64, 67, 96, 127, 130)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_whole_arrays_are_turned(dtype, folder, guarded):  # noqa: F811
+    """To the bit, at every size: where rows, columns or neither are vectors; in one tile, in some, in whole rows or columns."""
+    text = '#include "load/load.h"\n#include "load/turned.cuh"\n' + source.TRANSPOSE
+    defines = {"VALUE_T": CTYPES[dtype]}
+    kernels = Emulated(text, library_of(text, 800, defines, (), folder))
+    torch.manual_seed(0)
+    sizes = [(1 + (i + j) % 3, rows, columns) for i, rows in enumerate(SIDES) for j, columns in enumerate(SIDES)]
+    for size in [*sizes, (2, 9, 1030), (1, 1030, 9), (1, 3, 4500), (1, 4500, 2), (0, 3, 4), (2, 0, 4)]:
+        t = torch.randn(size).to(dtype)
+        for rounds in (False, True) if dtype == torch.float32 else (False,):
+            out = torch.full((size[0], size[2], size[1]), NAN, dtype=dtype)
+            kernels.transpose(out, t, *size, rounds)
+            assert torch.equal(out, (rounded(t) if rounds else t).transpose(1, 2)), (size, rounds)
 
 
 @pytest.mark.parametrize("saving", [False, True])
