@@ -7,6 +7,7 @@ kernels promise beside: nothing is written past an array's end, outputs are writ
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 import subprocess
 import warnings
@@ -793,13 +794,27 @@ def test_whole_arrays_are_turned(dtype, folder, guarded):  # noqa: F811
     defines = {"VALUE_T": CTYPES[dtype]}
     kernels = Emulated(text, library_of(text, 800, defines, (), folder))
     torch.manual_seed(0)
-    sizes = [(1 + (i + j) % 3, rows, columns) for i, rows in enumerate(SIDES) for j, columns in enumerate(SIDES)]
+    sides = itertools.product(enumerate(SIDES), enumerate(SIDES))
+    sizes = [(1 + (i + j) % 3, rows, columns) for (i, rows), (j, columns) in sides]
     for size in [*sizes, (2, 9, 1030), (1, 1030, 9), (1, 3, 4500), (1, 4500, 2), (0, 3, 4), (2, 0, 4)]:
         t = torch.randn(size).to(dtype)
         for rounds in (False, True) if dtype == torch.float32 else (False,):
             out = torch.full((size[0], size[2], size[1]), NAN, dtype=dtype)
             kernels.transpose(out, t, *size, rounds)
             assert torch.equal(out, (rounded(t) if rounds else t).transpose(1, 2)), (size, rounds)
+
+
+@pytest.mark.parametrize("layout", [schedule.TURNED, schedule.FOR_TF32])
+def test_filters_of_one_place(layout, monkeypatch, device):
+    """They lie as channels last already; nothing is launched for them but to round."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(schedule, "_layout", lambda *given: layout)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.ReLU()), rounded(torch.randn(2, 3, 5, 7))
+    model[0].weight.data = rounded(model[0].weight.data)
+    run = assert_rule(model, x, backward=False)
+    assert (1 in [columns for _, _, columns, _ in run.plan.transposes]) == (layout == schedule.FOR_TF32)
 
 
 @pytest.mark.parametrize("saving", [False, True])

@@ -5,6 +5,8 @@
 // takes a channel of a tile after the other, kPack neighbouring positions a lane, or, in planes of odd sizes, one. C is a multiple of
 // kRowVector.
 #pragma once
+#include <algorithm>
+
 #include "core/vector.cuh"
 #include "load/planes.cuh"
 
@@ -222,15 +224,15 @@ struct Jobs {
   explicit Jobs(int64_t size) : size(unsigned(size)), inverse((1u << 31) / unsigned(size) + 1) {}
   __device__ __forceinline__ unsigned row(unsigned job) const { return unsigned(uint64_t(job) * inverse >> 31); }
 };
-// height, width: of a tile; width and pitch in words.
+// height, width: of a tile; width and pitch in words. Rows and columns are below 2^32.
 struct Turning {
-  int64_t rows, columns;
-  unsigned row_tiles, column_tiles, height, width, pitch;
+  unsigned rows, columns, row_tiles, column_tiles, height, width, pitch;
   bool loads_vectors, stores_vectors;
   Jobs loads, stores;  // in a row of a tile, and in a column
 };
 
-// A tile, of which `rows` and `columns` are there. An odd pitch spreads a column over the banks.
+// A tile, of which `rows` and `columns` are there. An odd pitch spreads a column over the banks. Some jobs at a time all read, before the
+// first's result is used; those of none read the last element.
 struct TurnedTile {
   using Word = Memory<value_t, kPair>;
   const Turning& turning;
@@ -238,54 +240,71 @@ struct TurnedTile {
   const unsigned rows, columns;
 
   template <int K> __device__ __forceinline__ void load(const value_t* from) const {
-    constexpr int kJobs = kSquare * kSquare * kPair / K / kPlaneThreads, kAhead = kJobs < 16 ? kJobs : 16, kPart = K < kPair ? K : kPair;
-#pragma unroll 1
-    for (int first = 0; first < kJobs; first += kAhead) {
-      Memory<value_t, K> values[kAhead];  // all loads are under way before the first is used
-      int place[kAhead];
+    constexpr int kPart = K < kPair ? K : kPair;
+    using Part = Memory<value_t, kPart>;
+    Memory<value_t, K> values[kLoads<K>];
+    each<kLoads<K>>(
+        turning.loads, rows,
+        [&](int k, unsigned r, unsigned c) {
+          const int64_t place = uint64_t(min(r, rows - 1)) * turning.columns + min(c * K, columns - K);
+          values[k] = *reinterpret_cast<const Memory<value_t, K>*>(from + place);
+        },
+        [&](int k, unsigned r, unsigned c) {
+          if (r >= rows || c * K >= columns) return;
 #pragma unroll
-      for (int k = 0; k < kAhead; k++) {
-        const unsigned job = threadIdx.x + (first + k) * kPlaneThreads, r = turning.loads.row(job);
-        const unsigned c = (job - r * turning.loads.size) * K;
-        place[k] = r < rows && c < columns ? int(r * turning.pitch * kPair + c) : -1;
-        if (place[k] >= 0) values[k] = *reinterpret_cast<const Memory<value_t, K>*>(from + r * turning.columns + c);
-      }
-#pragma unroll
-      for (int k = 0; k < kAhead; k++)
-#pragma unroll
-        for (int i = 0; i < K; i += kPart)
-          if (place[k] >= 0)
-            *reinterpret_cast<Memory<value_t, kPart>*>(&at->at[0] + place[k] + i) =
-                *reinterpret_cast<const Memory<value_t, kPart>*>(values[k].at + i);
-    }
+          for (int i = 0; i < K; i += kPart)
+            reinterpret_cast<Part&>(at[r * turning.pitch].at[c * K + i]) = reinterpret_cast<const Part&>(values[k].at[i]);
+        });
   }
   template <int K> __device__ __forceinline__ void store(value_t* to, bool for_tf32) const {
-#pragma unroll 4
-    for (unsigned job = threadIdx.x; job < turning.stores.size * turning.width; job += kPlaneThreads) {
-      const unsigned column = turning.stores.row(job), r = (job - column * turning.stores.size) * K;
-      if (r >= rows) continue;
-      Memory<value_t, K> values[kPair];
+    Memory<value_t, K> values[kStores][kPair];
+    each<kStores>(
+        turning.stores, (columns + kPair - 1) / kPair,
+        [&](int k, unsigned c, unsigned r) {
+          const Word* const from = at + min(r * K, rows - K) * turning.pitch + min(c, (columns - 1) / kPair);
 #pragma unroll
-      for (int i = 0; i < K; i++) {
-        const Word word = at[(r + i) * turning.pitch + column];
+          for (int i = 0; i < K; i++)
 #pragma unroll
-        for (int j = 0; j < kPair; j++) values[j].at[i] = for_tf32 ? nearest_tf32(word.at[j]) : word.at[j];
+            for (int j = 0; j < kPair; j++) values[k][j].at[i] = from[i * turning.pitch].at[j];
+        },
+        [&](int k, unsigned c, unsigned r) {
+#pragma unroll
+          for (int j = 0; j < kPair; j++) {
+            if (r * K >= rows || c * kPair + j >= columns) return;
+            if (for_tf32)
+#pragma unroll
+              for (int i = 0; i < K; i++) values[k][j].at[i] = nearest_tf32(values[k][j].at[i]);
+            *reinterpret_cast<Memory<value_t, K>*>(to + uint64_t(c * kPair + j) * turning.rows + r * K) = values[k][j];
+          }
+        });
+  }
+
+ private:
+  static constexpr int kStores = 4;
+  template <int K> static constexpr int kLoads = K == 1 ? 8 : 4;
+  // reads(k, row, place in it) and then uses(…) of a thread's jobs, `count` rows of them, kAtOnce at a time.
+  template <int kAtOnce, class F, class G>
+  static __device__ __forceinline__ void each(const Jobs& jobs, unsigned count, const F& reads, const G& uses) {
+    const auto all = [&](unsigned first, const auto& f) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; k++) {
+        const unsigned job = first + k * kPlaneThreads, row = jobs.row(job);
+        f(k, row, job - row * jobs.size);
       }
-#pragma unroll
-      for (int j = 0; j < kPair; j++)
-        if (const unsigned c = column * kPair + j; c < columns)
-          *reinterpret_cast<Memory<value_t, K>*>(to + c * turning.rows + r) = values[j];
-    }
+    };
+#pragma unroll 1
+    for (unsigned first = threadIdx.x; first < count * jobs.size; first += kAtOnce * kPlaneThreads) all(first, reads), all(first, uses);
   }
 };
 
 // source (N, rows, columns) -> out (N, columns, rows).
-__global__ void __launch_bounds__(kPlaneThreads)
+__global__ void __launch_bounds__(kPlaneThreads, 4)
 transpose_kernel(value_t* out, const value_t* source, const Turning turning, bool for_tf32) {
   __shared__ __align__(16) value_t shared[kSquare * (kSquare + 1) * kPair];
   const unsigned n = blockIdx.x / turning.column_tiles / turning.row_tiles;  // 32 bits: a division of 64 costs as much as a tile
   const int64_t row = int64_t(blockIdx.x / turning.column_tiles % turning.row_tiles) * turning.height;
-  const int64_t column = int64_t(blockIdx.x % turning.column_tiles) * turning.width * kPair, begin = n * turning.rows * turning.columns;
+  const int64_t column = int64_t(blockIdx.x % turning.column_tiles) * turning.width * kPair;
+  const int64_t begin = int64_t(n) * turning.rows * turning.columns;
   const auto within = [](unsigned size, int64_t left) { return left < size ? unsigned(left) : size; };
   const TurnedTile tile{turning, reinterpret_cast<TurnedTile::Word*>(shared), within(turning.height, turning.rows - row),
                         within(turning.width * kPair, turning.columns - column)};
@@ -315,8 +334,9 @@ inline void transpose(value_t* out, const value_t* source, int64_t N, int64_t ro
   const int64_t height = share_of(rows, std::min(kSquare * (kSquare + 1) / pitch, kWords / width), kSector);
   const bool loads_vectors = vectors_fit(source, columns), stores_vectors = vectors_fit(out, rows);
   const unsigned row_tiles = blocks_for(rows, int(height)), column_tiles = blocks_for(words, int(width));
-  const Turning turning{rows, columns, row_tiles, column_tiles, unsigned(height), unsigned(width), unsigned(pitch), loads_vectors,
-                        stores_vectors, Jobs(width * kPair / (loads_vectors ? kVector : 1)), Jobs(height / (stores_vectors ? kVector : 1))};
+  const Jobs loads(width * kPair / (loads_vectors ? kVector : 1)), stores(height / (stores_vectors ? kVector : 1));
+  const Turning turning{unsigned(rows),   unsigned(columns), row_tiles,     column_tiles,   unsigned(height),
+                        unsigned(width), unsigned(pitch),   loads_vectors, stores_vectors, loads, stores};
   transpose_kernel<<<unsigned(N) * row_tiles * column_tiles, kPlaneThreads, 0, stream>>>(out, source, turning, for_tf32);
 }
 
