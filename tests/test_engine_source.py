@@ -7,6 +7,7 @@ kernels promise beside: nothing is written past an array's end, outputs are writ
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 import subprocess
 import warnings
@@ -21,7 +22,7 @@ from fuzz_engine import random_program
 from inline_kernels.bench import checks
 from inline_kernels.engine import library, programs, schedule, source
 from inline_kernels.engine.capture import capture
-from inline_kernels.engine.cases import Case
+from inline_kernels.engine.cases import CTYPES, Case
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
 from test_engine_cpu import philox
 
@@ -671,7 +672,7 @@ def test_many_parts(layout, device, monkeypatch):
     """Then a pass of its own merges them. Turned, a block has many tiles."""
     if device == "cpu":
         pytest.skip("a GPU's way")
-    turned, own = layout.startswith("turned"), schedule._parts
+    turned = layout.startswith("turned")
     if turned:
         monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.TURNED)
         monkeypatch.setattr(schedule, "_shares", lambda most, planes: most if layout == "turned" else 2)
@@ -792,6 +793,39 @@ def test_gradients_of_parameters_are_read_by_nobody(norm):
         for text in composed.backward.texts:
             read = [name for name, ctype in text.pointers.items() if ctype == "const parameter_t*"]
             assert not [name for name in read if name.startswith("d_")]
+
+
+SIDES = (1, 2, 3, 8, 13, 20, 49, 64, 67, 96, 127, 130)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_whole_arrays_are_turned(dtype, folder, guarded):  # noqa: F811
+    """To the bit, at every size: where rows, columns or neither are vectors; in one tile, in some, in whole rows or columns."""
+    text = '#include "load/load.h"\n#include "load/turned.cuh"\n' + source.TRANSPOSE
+    defines = {"VALUE_T": CTYPES[dtype]}
+    kernels = Emulated(text, library_of(text, 800, defines, (), folder))
+    torch.manual_seed(0)
+    sides = itertools.product(enumerate(SIDES), enumerate(SIDES))
+    sizes = [(1 + (i + j) % 3, rows, columns) for (i, rows), (j, columns) in sides]
+    for size in [*sizes, (2, 9, 1030), (1, 1030, 9), (1, 3, 4500), (1, 4500, 2), (0, 3, 4), (2, 0, 4)]:
+        t = torch.randn(size).to(dtype)
+        for rounds in (False, True) if dtype == torch.float32 else (False,):
+            out = torch.full((size[0], size[2], size[1]), NAN, dtype=dtype)
+            kernels.transpose(out, t, *size, rounds)
+            assert torch.equal(out, (rounded(t) if rounds else t).transpose(1, 2)), (size, rounds)
+
+
+@pytest.mark.parametrize("layout", [schedule.TURNED, schedule.FOR_TF32])
+def test_filters_of_one_place(layout, monkeypatch, device):
+    """They lie as channels last already; nothing is launched for them but to round."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(schedule, "_layout", lambda *given: layout)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.ReLU()), rounded(torch.randn(2, 3, 5, 7))
+    model[0].weight.data = rounded(model[0].weight.data)
+    run = assert_rule(model, x, backward=False)
+    assert (1 in [columns for _, _, columns, _ in run.plan.transposes]) == (layout == schedule.FOR_TF32)
 
 
 @pytest.mark.parametrize("saving", [False, True])

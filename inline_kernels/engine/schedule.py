@@ -555,7 +555,10 @@ def _in_planes(plan: Plan, t: Tensor) -> Tensor:
 
 
 def _transposed(plan: Plan, t: Tensor, shape: tuple[int, ...], numbers: tuple) -> Tensor:
-    """numbers: the launcher's, behind its tensors."""
+    """numbers: the launcher's, behind its tensors. t itself where no element moves or is rounded."""
+    _, rows, columns, rounds = numbers
+    if not rounds and 1 in (rows, columns):
+        return t.contiguous().view(shape)
     if numbers not in plan.transposes:
         plan.transposes[numbers] = plan.kernels.transpose.bound(*numbers, trusting=True)
     out = t.new_empty(*shape)

@@ -5,6 +5,8 @@
 // takes a channel of a tile after the other, kPack neighbouring positions a lane, or, in planes of odd sizes, one. C is a multiple of
 // kRowVector.
 #pragma once
+#include <algorithm>
+
 #include "core/vector.cuh"
 #include "load/planes.cuh"
 
@@ -28,12 +30,14 @@ template <class T> __device__ T nearest_tf32(T v) { return v; }
 
 constexpr int kTilePositions = 32 * kPack, kTileChannels = 128 / sizeof(value_t), kRowVector = 16 / sizeof(value_t);
 
-// Where a tile has an element: rows are turned so that a warp meets each bank once, be its lanes kPack positions of a channel apart, or
-// at kRowVector channels of four positions.
+// Where a tile has an element: a channel's positions side by side, kPack of them in 16 bytes, which are turned so that lanes at
+// kRowVector channels of the same positions meet other banks. What lies in one 32-bit word moves as one: kPair positions.
+constexpr int kPair = sizeof(value_t) < 4 ? 2 : 1;
 __device__ __forceinline__ int slot(int position, int channel) {
-  constexpr int kElements = sizeof(value_t) < 4 ? 4 / sizeof(value_t) : 1;  // of a bank
-  const int turn = (position / kPack + position % kPack) * kElements;
-  return position * kTileChannels + (channel + turn) % kTileChannels;
+  return channel * kTilePositions + (position / kPack + channel / kRowVector) % 32 * kPack + position % kPack;
+}
+template <int K> __device__ __forceinline__ Memory<value_t, K>& neighbours(value_t* tile, int position, int channel) {
+  return *reinterpret_cast<Memory<value_t, K>*>(tile + slot(position, channel));
 }
 
 // Of sample n, the positions and channels from `position` and `channel` on. first: the first of the block's.
@@ -55,46 +59,66 @@ struct Tile {
   __device__ __forceinline__ void load(const value_t* from) const {
     Memory<value_t, kRowVector> rows[kRows];  // all loads are under way before the first is used
     each_row([&](int64_t offset, int k) { rows[k] = *reinterpret_cast<const Memory<value_t, kRowVector>*>(from + offset); });
-    each_row([&](int64_t, int k) {
+    each_pair([&](int k) {
 #pragma unroll
-      for (int i = 0; i < kRowVector; i++) at[slot(row(k), lane() + i)] = rows[k].at[i];
+      for (int i = 0; i < kRowVector; i++) {
+        Memory<value_t, kPair> pair;
+#pragma unroll
+        for (int j = 0; j < kPair; j++) pair.at[j] = rows[k + j].at[i];
+        neighbours<kPair>(at, row(k), lane() + i) = pair;
+      }
     });
   }
   __device__ __forceinline__ void store(value_t* to, bool for_tf32) const {
-    each_row([&](int64_t offset, int k) {
-      Memory<value_t, kRowVector> vector;
+    Memory<value_t, kRowVector> rows[kRows];
+    each_pair([&](int k) {
 #pragma unroll
       for (int i = 0; i < kRowVector; i++) {
-        const value_t x = at[slot(row(k), lane() + i)];
-        vector.at[i] = for_tf32 ? nearest_tf32(x) : x;
+        const Memory<value_t, kPair> pair = neighbours<kPair>(at, row(k), lane() + i);
+#pragma unroll
+        for (int j = 0; j < kPair; j++) rows[k + j].at[i] = for_tf32 ? nearest_tf32(pair.at[j]) : pair.at[j];
       }
-      *reinterpret_cast<Memory<value_t, kRowVector>*>(to + offset) = vector;
     });
+    each_row([&](int64_t offset, int k) { *reinterpret_cast<Memory<value_t, kRowVector>*>(to + offset) = rows[k]; });
   }
 
  private:
   __device__ __forceinline__ int lane() const { return threadIdx.x % kLanes * kRowVector; }
-  __device__ __forceinline__ int row(int k) const { return threadIdx.x / kLanes + k * kStep; }
+  __device__ __forceinline__ int row(int k) const { return (threadIdx.x / kLanes + k / kPair * kStep) * kPair + k % kPair; }
+  __device__ __forceinline__ bool has(int k) const {
+    return position + row(k) < extent.positions() && channel + lane() < int(extent.C);
+  }
   template <class F> __device__ __forceinline__ void each_row(const F& f) const {
     const int S = extent.positions(), C = int(extent.C);
 #pragma unroll
     for (int k = 0; k < kRows; k++)
-      if (position + row(k) < S && channel + lane() < C)
-        f((int64_t(n) * S + position + row(k)) * C + channel + lane(), k);
+      if (has(k)) f((int64_t(n) * S + position + row(k)) * C + channel + lane(), k);
+  }
+  // Of a pair the second may stand behind the last position.
+  template <class F> __device__ __forceinline__ void each_pair(const F& f) const {
+#pragma unroll
+    for (int k = 0; k < kRows; k += kPair)
+      if (has(k)) f(k);
   }
 };
 
 template <int K, bool kReads> struct TurnedPoint : Point<K> {
   value_t* tile;
-  int row, column;  // of the tile
+  int row, column;  // of the tile; row: a multiple of K
   __device__ __forceinline__ typename Point<K>::T v() const {
-    if constexpr (!kReads) return Point<K>::v();
-    else if constexpr (K == 1) return real(tile[slot(row, column)]);
-    else return lanes<K>([&](int i) { return real(tile[slot(row + i, column)]); });
+    if constexpr (!kReads) {
+      return Point<K>::v();
+    } else {
+      const Memory<value_t, K> values = neighbours<K>(tile, row, column);
+      if constexpr (K == 1) return real(values.at[0]);
+      else return lanes<K>([&](int i) { return real(values.at[i]); });
+    }
   }
   template <class X> __device__ __forceinline__ void write_v(value_t*, const X& x) const {
+    Memory<value_t, K> values;
 #pragma unroll
-    for (int i = 0; i < K; i++) tile[slot(row + i, column)] = value_t(lane_of(x, i));
+    for (int i = 0; i < K; i++) values.at[i] = value_t(lane_of(x, i));
+    neighbours<K>(tile, row, column) = values;
   }
 };
 
@@ -145,7 +169,7 @@ template <class Pass, bool kReads>
 __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
 turned_kernel(const Pass pass, const Extent extent, const value_t* values, value_t* gradient, unsigned parts,
               unsigned channel_tiles, bool for_tf32) {
-  __shared__ value_t shared[kTilePositions * kTileChannels];
+  __shared__ __align__(16) value_t shared[kTilePositions * kTileChannels];
   const unsigned tiles = (unsigned(extent.positions()) + kTilePositions - 1) / kTilePositions;
 #pragma unroll 1
   for (unsigned number = 0; blockIdx.x / channel_tiles % parts + number * parts < tiles; number++) {
@@ -207,56 +231,130 @@ void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value
 }
 
 // ------------------------------------------------------------------------------------------------- whole arrays, turned
+// A tile has at most kSquare x kSquare words of shared memory, each with kPair neighbouring columns: whole rows or whole columns
+// where these are short, else a square. A thread has a few jobs: kVector neighbours of a row or a column, or one where they don't fit.
 constexpr int kSquare = 64;
 
-// source (N, rows, columns) -> out (N, columns, rows). aligned: rows, columns and both pointers are multiples of a Vector.
-__global__ void __launch_bounds__(kPlaneThreads)
-transpose_kernel(value_t* out, const value_t* source, int64_t rows, int64_t columns, unsigned row_tiles, unsigned column_tiles,
-                 bool for_tf32, bool aligned) {
-  constexpr int kLanes = kSquare / kVector, kStep = kPlaneThreads / kLanes, kLoads = kSquare / kStep;
-  __shared__ value_t tile[kSquare][kSquare + 1];  // the odd pitch spreads a column over the banks
-  const unsigned n = blockIdx.x / column_tiles / row_tiles;  // 32 bits: a division of 64 costs as much as a tile
-  const int64_t row0 = int64_t(blockIdx.x / column_tiles % row_tiles) * kSquare;
-  const int64_t column0 = int64_t(blockIdx.x % column_tiles) * kSquare, begin = n * rows * columns;
-  const int lane = threadIdx.x % kLanes * kVector, step = threadIdx.x / kLanes;
-  const bool whole = aligned && row0 + kSquare <= rows && column0 + kSquare <= columns;
-  const value_t* const from = source + begin + row0 * columns + column0;
-  value_t* const to = out + begin + column0 * rows + row0;
-  if (whole) {
-    Vector<value_t> four[kLoads];  // all loads are under way before the first is used
+// Of jobs, `size` in a row, the row: job / size, where neither is above 2^15.
+struct Jobs {
+  unsigned size, inverse;
+  explicit Jobs(int64_t size) : size(unsigned(size)), inverse((1u << 31) / unsigned(size) + 1) {}
+  __device__ __forceinline__ unsigned row(unsigned job) const { return unsigned(uint64_t(job) * inverse >> 31); }
+};
+// height, width: of a tile; width and pitch in words. Rows and columns are below 2^32.
+struct Turning {
+  unsigned rows, columns, row_tiles, column_tiles, height, width, pitch;
+  bool loads_vectors, stores_vectors;
+  Jobs loads, stores;  // in a row of a tile, and in a column
+};
+
+// A tile, of which `rows` and `columns` are there. An odd pitch spreads a column over the banks. Some jobs at a time all read, before the
+// first's result is used; those of none read the last element.
+struct TurnedTile {
+  using Word = Memory<value_t, kPair>;
+  const Turning& turning;
+  Word* const at;
+  const unsigned rows, columns;
+
+  template <int K> __device__ __forceinline__ void load(const value_t* from) const {
+    constexpr int kPart = K < kPair ? K : kPair;
+    using Part = Memory<value_t, kPart>;
+    Memory<value_t, K> values[kLoads<K>];
+    each<kLoads<K>>(
+        turning.loads, rows,
+        [&](int k, unsigned r, unsigned c) {
+          const int64_t place = uint64_t(min(r, rows - 1)) * turning.columns + min(c * K, columns - K);
+          values[k] = *reinterpret_cast<const Memory<value_t, K>*>(from + place);
+        },
+        [&](int k, unsigned r, unsigned c) {
+          if (r >= rows || c * K >= columns) return;
 #pragma unroll
-    for (int k = 0; k < kLoads; k++) four[k] = load_vector(from + (step + k * kStep) * columns + lane);
-#pragma unroll
-    for (int k = 0; k < kLoads; k++)
-#pragma unroll
-      for (int i = 0; i < kVector; i++) tile[step + k * kStep][lane + i] = four[k].at[i];
-  } else {
-    for (int r = step; r < kSquare && row0 + r < rows; r += kStep)
-      for (int i = 0; i < kVector && column0 + lane + i < columns; i++) tile[r][lane + i] = from[r * columns + lane + i];
+          for (int i = 0; i < K; i += kPart)
+            reinterpret_cast<Part&>(at[r * turning.pitch].at[c * K + i]) = reinterpret_cast<const Part&>(values[k].at[i]);
+        });
   }
+  template <int K> __device__ __forceinline__ void store(value_t* to, bool for_tf32) const {
+    Memory<value_t, K> values[kStores][kPair];
+    each<kStores>(
+        turning.stores, (columns + kPair - 1) / kPair,
+        [&](int k, unsigned c, unsigned r) {
+          const Word* const from = at + min(r * K, rows - K) * turning.pitch + min(c, (columns - 1) / kPair);
+#pragma unroll
+          for (int i = 0; i < K; i++)
+#pragma unroll
+            for (int j = 0; j < kPair; j++) values[k][j].at[i] = from[i * turning.pitch].at[j];
+        },
+        [&](int k, unsigned c, unsigned r) {
+#pragma unroll
+          for (int j = 0; j < kPair; j++) {
+            if (r * K >= rows || c * kPair + j >= columns) return;
+            if (for_tf32)
+#pragma unroll
+              for (int i = 0; i < K; i++) values[k][j].at[i] = nearest_tf32(values[k][j].at[i]);
+            *reinterpret_cast<Memory<value_t, K>*>(to + uint64_t(c * kPair + j) * turning.rows + r * K) = values[k][j];
+          }
+        });
+  }
+
+ private:
+  static constexpr int kStores = 4;
+  template <int K> static constexpr int kLoads = K == 1 ? 8 : 4;
+  // reads(k, row, place in it) and then uses(…) of a thread's jobs, `count` rows of them, kAtOnce at a time.
+  template <int kAtOnce, class F, class G>
+  static __device__ __forceinline__ void each(const Jobs& jobs, unsigned count, const F& reads, const G& uses) {
+    const auto all = [&](unsigned first, const auto& f) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; k++) {
+        const unsigned job = first + k * kPlaneThreads, row = jobs.row(job);
+        f(k, row, job - row * jobs.size);
+      }
+    };
+#pragma unroll 1
+    for (unsigned first = threadIdx.x; first < count * jobs.size; first += kAtOnce * kPlaneThreads) all(first, reads), all(first, uses);
+  }
+};
+
+// source (N, rows, columns) -> out (N, columns, rows).
+__global__ void __launch_bounds__(kPlaneThreads, 4)
+transpose_kernel(value_t* out, const value_t* source, const Turning turning, bool for_tf32) {
+  __shared__ __align__(16) value_t shared[kSquare * (kSquare + 1) * kPair];
+  const unsigned n = blockIdx.x / turning.column_tiles / turning.row_tiles;  // 32 bits: a division of 64 costs as much as a tile
+  const int64_t row = int64_t(blockIdx.x / turning.column_tiles % turning.row_tiles) * turning.height;
+  const int64_t column = int64_t(blockIdx.x % turning.column_tiles) * turning.width * kPair;
+  const int64_t begin = int64_t(n) * turning.rows * turning.columns;
+  const auto within = [](unsigned size, int64_t left) { return left < size ? unsigned(left) : size; };
+  const TurnedTile tile{turning, reinterpret_cast<TurnedTile::Word*>(shared), within(turning.height, turning.rows - row),
+                        within(turning.width * kPair, turning.columns - column)};
+  const value_t* const from = source + begin + row * turning.columns + column;
+  value_t* const to = out + begin + column * turning.rows + row;
+  if (turning.loads_vectors) tile.load<kVector>(from);
+  else tile.load<1>(from);
   __syncthreads();  // the tile is complete
-  const auto turned = [&](int r, int c) { return for_tf32 ? nearest_tf32(tile[r][c]) : tile[r][c]; };
-  if (whole) {
-#pragma unroll
-    for (int k = 0; k < kLoads; k++) {
-      const int c = step + k * kStep;
-      Vector<value_t> four;
-#pragma unroll
-      for (int i = 0; i < kVector; i++) four.at[i] = turned(lane + i, c);
-      store_vector(to + c * rows + lane, four);
-    }
-  } else {
-    for (int c = step; c < kSquare && column0 + c < columns; c += kStep)
-      for (int i = 0; i < kVector && row0 + lane + i < rows; i++) to[c * rows + lane + i] = turned(lane + i, c);
-  }
+  if (turning.stores_vectors) tile.store<kVector>(to, for_tf32);
+  else tile.store<1>(to, for_tf32);
+}
+
+// A tile's part of a side: all, or, at most `most`, so that tiles are about alike, in multiples of `unit`.
+inline int64_t share_of(int64_t size, int64_t most, int64_t unit) {
+  if (size <= most) return size;
+  const int64_t tiles = blocks_for(size, int(most / unit * unit));
+  return ((size + tiles - 1) / tiles + unit - 1) / unit * unit;
 }
 
 inline void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool for_tf32,
                       cudaStream_t stream) {
-  const unsigned row_tiles = blocks_for(rows, kSquare), column_tiles = blocks_for(columns, kSquare);
-  if (const unsigned blocks = unsigned(N) * row_tiles * column_tiles)
-    transpose_kernel<<<blocks, kPlaneThreads, 0, stream>>>(out, source, rows, columns, row_tiles, column_tiles, for_tf32,
-                                                           vectors_fit(out, rows) && vectors_fit(source, columns));
+  if (rows == 1 || columns == 1) rows *= N * columns, N = columns = 1;  // elements stay where they are
+  if (!(N * rows * columns)) return;
+  constexpr int kSector = 32 / sizeof(value_t), kWords = kSquare * kSquare;
+  const int64_t words = (columns + kPair - 1) / kPair;
+  const int64_t width = share_of(words, words > kSquare && rows < kSquare ? kWords / rows : kSquare, kSector / kPair), pitch = width | 1;
+  const int64_t height = share_of(rows, std::min(kSquare * (kSquare + 1) / pitch, kWords / width), kSector);
+  const bool loads_vectors = vectors_fit(source, columns), stores_vectors = vectors_fit(out, rows);
+  const unsigned row_tiles = blocks_for(rows, int(height)), column_tiles = blocks_for(words, int(width));
+  const Jobs loads(width * kPair / (loads_vectors ? kVector : 1)), stores(height / (stores_vectors ? kVector : 1));
+  const Turning turning{unsigned(rows),   unsigned(columns), row_tiles,     column_tiles,   unsigned(height),
+                        unsigned(width), unsigned(pitch),   loads_vectors, stores_vectors, loads, stores};
+  transpose_kernel<<<unsigned(N) * row_tiles * column_tiles, kPlaneThreads, 0, stream>>>(out, source, turning, for_tf32);
 }
 
 }  // namespace load

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 :
 units_kernel(const Pass pass, const Extent extent, const value_t* values, uint4* units, grad::Scales scales,
              unsigned parts, unsigned channel_tiles, unsigned blocks, Packing packing) {
 #if __CUDA_ARCH__ >= 800
-  __shared__ value_t shared[kTilePositions * kTileChannels];
+  __shared__ __align__(16) value_t shared[kTilePositions * kTileChannels];
   constexpr bool kScaled = sizeof(value_t) == 4;
   const bool ahead = packing == Packing::kLooksAhead;
   const unsigned n = blockIdx.x / blocks, tiles = (ahead ? seen_of(parts) : parts) * channel_tiles;
