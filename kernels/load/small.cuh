@@ -55,7 +55,7 @@ struct Block {
   }
 };
 
-template <class Pass> __global__ void __launch_bounds__(kSmallThreads) small_kernel(const Pass pass) { pass(Block()); }
+template <class Pass> __global__ void __launch_bounds__(kSmallThreads, 1) small_kernel(const Pass pass) { pass(Block()); }
 
 template <class Pass> void small(const Pass& pass, int64_t blocks, cudaStream_t stream) {
   if (blocks) small_kernel<Pass><<<unsigned(blocks), kSmallThreads, 0, stream>>>(pass);
