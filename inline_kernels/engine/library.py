@@ -62,6 +62,12 @@ def result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.mem
     return channels_last(x) if follows else torch.contiguous_format
 
 
+def weight_format(weight: Tensor) -> torch.memory_format:
+    """Of its gradient: on a GPU its own, as in eager."""
+    own = device_type(weight) == "cuda" and is_channels_last(weight)
+    return channels_last(weight) if own else torch.contiguous_format
+
+
 def _is_slow_in_3d(x: Tensor, weight: Tensor) -> bool:
     """Does a CPU's library leave the convolution to PyTorch's own, which has one layout? It does for single small volumes."""
     ones, zeros = [1] * 3, [0] * 3
@@ -184,8 +190,8 @@ def convolve_backward(
     needs: Sequence[bool],
     laid_out: Callable | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and weight that are needed; that of weight is contiguous."""
-    image = x
+    """The gradients of x and weight that are needed; that of weight lies as the weight does."""
+    image, lies = x, weight_format(weight)
     if how.around:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
@@ -196,7 +202,7 @@ def convolve_backward(
     dx, dw, _ = _convolution_backward(dz, image, weight, *how.behind, (*needs, False))
     if needs[0] and how.around:
         (dx,) = torch.autograd.grad(padded, x, dx)
-    return dx if needs[0] else None, dw.contiguous() if needs[1] else None
+    return dx if needs[0] else None, dw.contiguous(memory_format=lies) if needs[1] else None
 
 
 def winograd_suits(terms: int, C: int) -> bool:

@@ -249,6 +249,8 @@ class SegmentOperator:
         tensors = [t for t in a if isinstance(t, Tensor)]
         others = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
         others[0] = others[0].contiguous(memory_format=library.result_format(x, weight, True))
+        at = self.inputs
+        others[at] = others[at].contiguous(memory_format=library.weight_format(weight))
         return others
 
 

@@ -283,8 +283,7 @@ class _Composer:
             v = "stored" if text.reads_v else "nullptr"
             extent = f"load::Extent(N, {channels}, {level}_D, {level}_H, {level}_W)"
             return f"load::planes({struct}, {extent}, {v}, parts_{number}, stream);"
-        blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
-        return f"load::small({struct}, {blocks}, stream);"
+        return source.small_call(self.program, number, struct)
 
 
 # ----------------------------------------------------------------------------------------------------------------- choosing

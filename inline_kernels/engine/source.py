@@ -26,6 +26,7 @@ from .passes import (
 )
 from .scalars import SCALARS, compared
 
+_SLICES = 32  # of a sample's channels, among blocks of a pass over small values, at most
 TYPES = {
     "value": "value_t",
     "output": "output_t",
@@ -142,6 +143,7 @@ class _Text:
         self.graph = program.graph
         self.targets = program.passes[number].targets
         self.finer: list[Key] = []  # sums over the level below, that its windows' walk has yet to make
+        self.slices, self.over_all_channels, self.groups = 1, False, set()  # of small values
         self.pointers: dict[str, str] = {}  # by name, its declaration's type
         self.numbers: dict[str, str] = {}
         self.scalar = False  # is it of single positions?
@@ -583,10 +585,29 @@ class _Text:
             body += self._small_loop(together, first)
             done |= set(together)
             pending = [key for key in pending if key not in together]
+        if (
+            each.mode == "sample"
+            and self._loop_of(each.targets[0], each.mode) == "c"
+            and self._may_be_sliced(body)
+        ):
+            body = [line.replace("block.each(C,", "block.each_channel(C,", 1) for line in body]
         used = [line for line in body if not line.startswith("const int64_t")]
         if index and not re.search(rf"\b{index}\b", "\n".join(used)):
             body.pop(0)
         return self._struct("Block", "const Block& block", body)
+
+    def _may_be_sliced(self, body: Sequence[str]) -> bool:
+        """May blocks share a sample's channels? Where all that a value is made of is of its group. Sets `slices`, how many at most."""
+        heads = [line for line in body if line.startswith("block.each(")]
+        if (
+            self.program.on_cpu
+            or self.over_all_channels
+            or not all(h.startswith("block.each(C,") for h in heads)
+        ):
+            return False
+        common = math.gcd(*self.groups) or _SLICES
+        self.slices = max(n for n in range(1, _SLICES + 1) if common % n == 0)
+        return self.slices > 1
 
     def _loop_of(self, key: Key, mode: str) -> str:
         """Over what a block's loop runs: "n", "c" or one turn."""
@@ -647,6 +668,8 @@ class _Text:
             return self._lanes_sum([node.attr], scope, lambda inner: self.value(node.args[0], inner))
         if node.op == "variance":
             return self._variance(node, scope, "")
+        if node.op in ("pick", "take"):
+            self.over_all_channels = True
         if node.op == "pick":
             inner = self._lanes(scope, "c")
             term = self.value(node.args[0], inner)
@@ -682,6 +705,8 @@ class _Text:
         return f"({total}) / ({divisor})"
 
     def _lanes_sum(self, steps: list, scope: Scope, term) -> str:
+        self.over_all_channels |= "c" in steps
+        self.groups |= {step for step in steps if isinstance(step, int)}
         if len(steps) == 1:
             axis = "c" if isinstance(steps[0], int) else steps[0]
             inner = self._lanes(scope, axis)
@@ -864,6 +889,13 @@ def merging(program: Program, number: int) -> list[str]:
     return calls
 
 
+def small_call(program: Program, number: int, made: str) -> str:
+    """A GPU's."""
+    blocks = {"sample": "N", "channel": "C", "one": "1"}[program.passes[number].mode]
+    slices = program.texts[number].slices
+    return f"load::small({made}, {blocks}, stream{f', C, {slices}' * (slices > 1)});"
+
+
 def given_few(program: Program) -> dict[str, str]:
     """What small passes are given in the place of planes' parts, and of how many there are."""
     found = {}
@@ -962,8 +994,7 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
             calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")
             calls += merging(program, i)
         else:
-            blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
-            calls.append(f"load::small({made[i]}, {blocks}, stream);")
+            calls.append(small_call(program, i, made[i]))
     return calls
 
 

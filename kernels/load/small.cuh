@@ -43,22 +43,36 @@ struct ValueLanes {
   }
 };
 
+// slices: blocks that share a sample's channels, each some neighbours, of whole groups.
 struct Block {
-  const int64_t index = blockIdx.x;
-  template <class F> __device__ __forceinline__ void each(int64_t count, const F& f) const {
+  const unsigned slices;
+  const int64_t index = blockIdx.x / slices;
+  template <class F> __device__ __forceinline__ void each(int64_t count, const F& f) const { between(0, count, f); }
+  template <class F> __device__ __forceinline__ void each_channel(int64_t C, const F& f) const {
+    const unsigned slice = blockIdx.x % slices;
+    between(C * slice / slices, C * (slice + 1) / slices, f);
+  }
+
+ private:
+  template <class F> __device__ __forceinline__ void between(int64_t first, int64_t end, const F& f) const {
     constexpr int kOfWarp = 32 / kValueLanes;
-    for (int64_t i = threadIdx.x / 32 * kOfWarp; i < count; i += blockDim.x / kValueLanes) {
+    for (int64_t i = first + threadIdx.x / 32 * kOfWarp; i < end; i += blockDim.x / kValueLanes) {
       const int64_t own = i + threadIdx.x % 32 / kValueLanes;
-      f(own < count ? own : count - 1, ValueLanes{own < count});
+      f(own < end ? own : end - 1, ValueLanes{own < end});
     }
     __syncthreads();  // what was written may be read
   }
 };
 
-template <class Pass> __global__ void __launch_bounds__(kSmallThreads, 1) small_kernel(const Pass pass) { pass(Block()); }
+template <class Pass> __global__ void __launch_bounds__(kSmallThreads, 1) small_kernel(const Pass pass, unsigned slices) {
+  pass(Block{slices});
+}
 
-template <class Pass> void small(const Pass& pass, int64_t blocks, cudaStream_t stream) {
-  if (blocks) small_kernel<Pass><<<unsigned(blocks), kSmallThreads, 0, stream>>>(pass);
+// most: slices, which may be halved.
+template <class Pass> void small(const Pass& pass, int64_t blocks, cudaStream_t stream, int64_t C = 0, unsigned most = 1) {
+  while (most > 1 && C < 16 * int64_t(most)) most = most % 2 ? 1 : most / 2;
+  const unsigned all = unsigned(blocks) * most, threads = all > 256 ? 128 : kSmallThreads;  // many blocks have little each
+  if (blocks) small_kernel<Pass><<<all, threads, 0, stream>>>(pass, most);
 }
 
 }  // namespace load
