@@ -188,29 +188,24 @@ template <class T> struct Loop {
         high[step][tile][k] = parts.high, low[step][tile][k] = parts.low;
       }
     }
-    uint32_t b[2][kTilesTogether][kSteps][2][2];  // of these tiles, and of the next ones: part, register
-    const auto fetch = [&](int j0) {
+#pragma unroll
+    for (int j0 = 0; j0 < kColumnTiles; j0 += kTilesTogether) {
+      uint32_t b[kTilesTogether][kSteps][2][2];  // part, register
 #pragma unroll
       for (int i = 0; i < kTilesTogether * kSteps * 4; i++) {
         const int j = i / (kSteps * 4), step = i / 4 % kSteps, part = i / 2 % 2, k = i % 2;
         if (j0 + j >= kColumnTiles) continue;
-        uint32_t& to = b[j0 / kTilesTogether % 2][j][step][part][k];
+        uint32_t& to = b[j][step][part][k];
         load_shared<1>(&to, inputs[j0 + j] + at + part * T::kPart + (step * 8 + k * 4) * 4);
         if (!kWhole && step * 8 + k * 4 + t >= pixels) to = 0;
       }
-    };
-    fetch(0);
-#pragma unroll
-    for (int j0 = 0; j0 < kColumnTiles; j0 += kTilesTogether) {
-      __syncwarp();  // no load comes so early that there are no registers for it
-      fetch(j0 + kTilesTogether);
       float products[kTilesTogether][kRowTiles][4] = {};
       const auto add = [&](const uint32_t (&a)[kSteps][kRowTiles][4], int part) {
 #pragma unroll
         for (int i = 0; i < kSteps * kTilesTogether * kRowTiles; i++) {
           const int step = i / (kTilesTogether * kRowTiles), j = i / kRowTiles % kTilesTogether, tile = i % kRowTiles;
-          const auto& of_tile = b[j0 / kTilesTogether % 2][j][step][part];
-          if (j0 + j < kColumnTiles) multiply_add_tf32(products[j][tile], a[step][tile], of_tile[0], of_tile[1]);
+          if (j0 + j < kColumnTiles)
+            multiply_add_tf32(products[j][tile], a[step][tile], b[j][step][part][0], b[j][step][part][1]);
         }
       };
       add(low, 0), add(high, 1), add(high, 0);
