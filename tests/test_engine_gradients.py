@@ -283,7 +283,9 @@ def test_few_channels_and_special_values(of, few):
     x, dy = torch.randn(3, 6, 8, 70), torch.randn(3, 24, 6, 68)
     for spoilt in {"x": [x], "dz": [dy], "both": [x, dy]}[of]:
         last = spoilt.shape[3] - 1
-        for i, (at, value) in enumerate([(0, NAN), (33, -INF), (last, INF), (last - 1, INF), (last - 2, -INF)]):
+        for i, (at, value) in enumerate(
+            [(0, NAN), (33, -INF), (last, INF), (last - 1, INF), (last - 2, -INF)]
+        ):
             spoilt[i % 3, i, 4, at] = value
     x[0, 5, 0, 5], dy[0, :, 0, 3:6] = 3.4028e38, 1e-3 * dy[0, :, 0, 3:6]  # rounded to TF32 it is infinite
     found = gradients(fuse(copy.deepcopy(model)), x, dy)["conv.weight"]
@@ -365,7 +367,9 @@ def test_obstacles_of_few_channels(few, monkeypatch):
     assert "stride" in refused(random_model((16, 9, 3, 2), TAILS["gates"], stride=2), x)
     assert "float32" in refused(model.half(), x.half())
     model.float()
-    assert "shared memory" in refused(random_model((16, 16, 99, 2), TAILS["gates"]), torch.randn(2, 16, 99, 9))
+    assert "shared memory" in refused(
+        random_model((16, 16, 99, 2), TAILS["gates"]), torch.randn(2, 16, 99, 9)
+    )
     monkeypatch.setattr(choice, "few_weights_gradient", lambda *_: (2.0, 2.0))
     assert refused(model, x) == "the library is faster at such sizes"
 
@@ -446,7 +450,9 @@ def test_times_that_are_expected(gpu):  # noqa: F811
 
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ["80", "90a"])
-@pytest.mark.parametrize("filters", [(64, 8, 3, 3), (128, 16, 3, 3), (32, 3, 3, 3), (24, 5, 5, 5), (64, 3, 7, 7)])
+@pytest.mark.parametrize(
+    "filters", [(64, 8, 3, 3), (128, 16, 3, 3), (32, 3, 3, 3), (24, 5, 5, 5), (64, 3, 7, 7)]
+)
 def test_nvcc_finds_room_for_few_channels(filters, architecture, tmp_path, gpu):  # noqa: F811
     gpu(architecture=900, multiprocessors=132)
     segment, _ = full_size(57)

@@ -435,7 +435,9 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     layout = UNITS if way == gradients.PACKED else min(layouts, default=PLANES)
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
-        return Back(None, [None] * (len(segment.inputs) + len(segment.parameters)), (), (), of_library, layout)
+        return Back(
+            None, [None] * (len(segment.inputs) + len(segment.parameters)), (), (), of_library, layout
+        )
     own, given, shapes = bool(own and dw and divided), ["dy", *[array.name for array in composed.saved]], {}
     names, converted = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters], []
     turned: list[int] = []

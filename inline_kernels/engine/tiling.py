@@ -361,9 +361,7 @@ def few_weights(weight: Tensor) -> FewWeights:
     strip = max(64, 16 * (8 // row_groups // column_groups))
     ring = (kh + 1) * channels * (ceil_div(strip + kw - 5, 8) * 8 + 4) * 8
     stage = (rows * row_groups * (strip + 4) + ceil_div(channels * (strip + kw - 1), 4) * 4) * 4
-    return FewWeights(
-        ceil_div(C, rows * row_groups) * ceil_div(groups, column_groups), ring + 3 * stage
-    )
+    return FewWeights(ceil_div(C, rows * row_groups) * ceil_div(groups, column_groups), ring + 3 * stage)
 
 
 def _power_of_two_from(n: int) -> int:

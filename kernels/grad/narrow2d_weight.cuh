@@ -11,8 +11,8 @@
 // scaled. Three products, of the four that there are, add to zeros, small ones first, since tensor cores cut
 // off as they add; their sums over 16 pixels are added in float32, and those of all warps in double.
 //
-// Bytes at (128, 8, 128, 128), 3×3, 64 channels out: 520 MB of g and 67 MB of x. Bound: 0.2 ms by memory, 0.18
-// by 56 GFLOP of mma.sync, a product every 6 cycles.
+// Bytes at (128, 8, 128, 128), 3×3, 64 channels out: 520 MB of g and 67 MB of x. Bound: 56 GFLOP 0.18 ms by
+// mma.sync, a product of depth 8 every 6 cycles, memory 0.2 ms.
 #pragma once
 #include "conv/shape.h"
 #include "conv/wide_operands.cuh"
@@ -26,15 +26,16 @@ using conv::ceil_div, conv::expect;
 
 HOST_DEVICE constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
 
-constexpr int kDepth = 16;        // pixels whose products are summed by a tensor core
-constexpr int kMostTiles = 9;     // of 8 columns, of a warp
+constexpr int kDepth = 16;         // pixels whose products are summed by a tensor core
+constexpr int kMostTiles = 9;      // of 8 columns, of a warp
 constexpr int kTilesTogether = 3;  // columns' products that do not wait for one another
 constexpr int kFewestStages = 3, kMostStages = 6;
 
 // kAligned: at multiples of how many elements, 1, 2 or 4, rows of g begin.
 template <class Filter_, int kSharedLimit, int kAligned_> struct Tile {
   using Filter = Filter_;
-  static constexpr int kIn = Filter::kIn, kOut = Filter::kOut, kKernelH = Filter::kHeight, kKernelW = Filter::kWidth;
+  static constexpr int kIn = Filter::kIn, kOut = Filter::kOut;
+  static constexpr int kKernelH = Filter::kHeight, kKernelW = Filter::kWidth;
   static constexpr int kColumns = Filter::kTaps * kIn;  // of the product: tap · kIn + channel in
   static constexpr int kAligned = kAligned_;
 
@@ -103,7 +104,9 @@ template <class T> struct Walk {
   __device__ __forceinline__ bool goes_on() const { return tile < end; }
   __device__ __forceinline__ bool ahead() const { return row < first; }
   // The step's pixels of g; 0 where it has none, -1 where there is no step.
-  __device__ __forceinline__ int word() const { return !goes_on() ? -1 : ahead() ? 0 : min(pixels, T::kStrip); }
+  __device__ __forceinline__ int word() const {
+    return !goes_on() ? -1 : ahead() ? 0 : min(pixels, T::kStrip);
+  }
   __device__ __forceinline__ void start() {
     const int64_t column_of_strips = tile / height, n = column_of_strips / of_row;
     const int column = int(column_of_strips % of_row) * T::kStrip;
@@ -128,7 +131,7 @@ template <class T> struct Loop {
 
   // A step's rows, to a stage. What lies past their ends stays as it was.
   static __device__ __forceinline__ void copy(float* stage, const Walk<T>& walk, int first_out) {
-    constexpr int kOfRow = T::kStrip / T::kAligned, kRows = kThreads / kOfRow;  // that are copied side by side
+    constexpr int kOfRow = T::kStrip / T::kAligned, kRows = kThreads / kOfRow;  // copies side by side
     static_assert(kOfRow * kRows == kThreads && T::kBlockRows % kRows == 0);
     if (!walk.ahead()) {
       const int plane = walk.height * walk.width;
@@ -168,11 +171,11 @@ template <class T> struct Loop {
         if (first + warp < T::kIn && pixel + lane < T::kInput) act(first + warp, pixel + lane);
   }
 
-  // The products of kDepth pixels, of which so many are real. gradient: the lane's address for load_matrices;
-  // inputs: of each tile's column the lane's first pixel.
+  // The products of kDepth pixels, of which so many are real, all if kWhole. gradient: the lane's address for
+  // load_matrices; inputs: of the lane's column of each tile the lane's first pixel, `at` bytes before these.
   template <bool kWhole>
-  __device__ __forceinline__ void multiply(uint32_t gradient, const uint32_t (&inputs)[kColumnTiles], uint32_t at,
-                                           int pixels) {
+  __device__ __forceinline__ void multiply(uint32_t gradient, const uint32_t (&inputs)[kColumnTiles],
+                                           uint32_t at, int pixels) {
     constexpr int kSteps = kDepth / 8;
     const int t = threadIdx.x % 4;
     uint32_t high[kSteps][kRowTiles][4], low[kSteps][kRowTiles][4];
@@ -203,7 +206,8 @@ template <class T> struct Loop {
       const auto add = [&](const uint32_t (&a)[kSteps][kRowTiles][4], int part) {
 #pragma unroll
         for (int i = 0; i < kSteps * kTilesTogether * kRowTiles; i++) {
-          const int step = i / (kTilesTogether * kRowTiles), j = i / kRowTiles % kTilesTogether, tile = i % kRowTiles;
+          const int step = i / (kTilesTogether * kRowTiles), j = i / kRowTiles % kTilesTogether;
+          const int tile = i % kRowTiles;
           if (j0 + j < kColumnTiles)
             multiply_add_tf32(products[j][tile], a[step][tile], b[j][step][part][0], b[j][step][part][1]);
         }
@@ -262,8 +266,9 @@ template <class T> struct Loop {
 #pragma unroll
       for (int j = 0; j < kColumnTiles; j++) {
         const int given = first_column + 8 * j + lane / 4, column = given < T::kColumns ? given : 0;
-        const int tap = column / T::kIn, at = next_slot + 1 + tap / T::kKernelW;
-        rows[j] = inputs + (at % T::kSlots) * T::kSlot + (column % T::kIn * T::kInputPitch + tap % T::kKernelW) * 4;
+        const int tap = column / T::kIn, of_tap = (next_slot + 1 + tap / T::kKernelW) % T::kSlots;
+        const int pixel = column % T::kIn * T::kInputPitch + tap % T::kKernelW;
+        rows[j] = inputs + of_tap * T::kSlot + pixel * 4;
       }
       int left = pixels - depth_group * kDepth;
       uint32_t at = 0;
@@ -296,7 +301,8 @@ narrow_weight_kernel(float* partial, const float* g, const float* x, int64_t N, 
   const int height = int(H) - T::kKernelH + 1, width = int(W) - T::kKernelW + 1;
   const int of_row = ceil_div(width, T::kStrip);
   const int64_t count = N * of_row * height;
-  Walk<T> walk{g, x, H, W, count * (blockIdx.x + 1) / gridDim.x, height, width, of_row, count * blockIdx.x / gridDim.x};
+  const int64_t begin = count * blockIdx.x / gridDim.x, end = count * (blockIdx.x + 1) / gridDim.x;
+  Walk<T> walk{g, x, H, W, end, height, width, of_row, begin};
   Loop<T> loop;
   loop.run(partial, walk);
 #endif
@@ -330,7 +336,8 @@ template <class T> void weight(Out<float> dweight, In<float> g, In<float> x, cud
   const int64_t height = H - T::kKernelH + 1, width = W - T::kKernelW + 1;
   expect(g.numel() == N * T::kOut * height * width && dweight.numel() == T::kOut * T::kColumns,
          "gradients of the sizes that are compiled for");
-  expect(width % T::kAligned == 0 && uintptr_t(g.data) % (4 * T::kAligned) == 0, "rows as aligned as is compiled for");
+  expect(width % T::kAligned == 0 && uintptr_t(g.data) % (4 * T::kAligned) == 0,
+         "rows as aligned as is compiled for");
   const int64_t most = device_attribute(cudaDevAttrMultiProcessorCount) / (T::kRowBlocks * T::kColumnBlocks);
   const int64_t count = N * height * ceil_div(int(width), T::kStrip);
   const int64_t splits = std::max<int64_t>(1, std::min(most, count)), parts = splits * T::kDepthGroups;
@@ -338,7 +345,8 @@ template <class T> void weight(Out<float> dweight, In<float> g, In<float> x, cud
   allow_shared<narrow_weight_kernel<T>>();
   const dim3 grid(splits, T::kRowBlocks * T::kColumnBlocks);
   narrow_weight_kernel<T><<<grid, kThreads, T::kSharedBytes, stream>>>(partial, g, x, N, H, W);
-  merge_narrow_kernel<T><<<blocks_for(T::kOut * T::kColumns, 32), kThreads, 0, stream>>>(dweight, partial, parts);
+  const unsigned merges = blocks_for(T::kOut * T::kColumns, 32);
+  merge_narrow_kernel<T><<<merges, kThreads, 0, stream>>>(dweight, partial, parts);
 }
 
 }  // namespace grad::narrow2d
