@@ -110,9 +110,10 @@ LIBRARY_WEIGHT_OPERATIONS = {2: 700e6, 4: 143e6}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
 LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
 INPUT_OPERATIONS = {True: 560e6, False: 320e6}
-# Of few channels in, in float32: the library's for each channel, at least as of 8, and at most (benchmarks/results/fuse/2026-11-26-h100-train.json: 20e6
-# with 8; of others not measured); those of kernels/grad/narrow2d_weight.cuh, three for one, and what its launches take, predicted.
-LIBRARY_FEW_WEIGHTS, LIBRARY_FEW_WEIGHTS_MOST = 2.6e6, 41e6
+# Of few channels in, in float32: the library's for each channel, at least as of 8, and at most (steps of benchmarks/results/fuse/2026-11-26-h100-train.json
+# less what their passes' bytes take: 19e6 to 21e6 with 8 channels to 64, 12e6 to 32, 32e6 with 16 to 64; of others not measured); those of
+# kernels/grad/narrow2d_weight.cuh, three for one, and what its launches take, predicted.
+LIBRARY_FEW_WEIGHTS, LIBRARY_FEW_WEIGHTS_MOST = 2.6e6, 32e6
 FEW_WEIGHTS_OPERATIONS, FEW_WEIGHTS_START = 250e6, 15
 WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
 
