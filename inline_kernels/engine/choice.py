@@ -110,6 +110,11 @@ LIBRARY_WEIGHT_OPERATIONS = {2: 700e6, 4: 143e6}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
 LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
 INPUT_OPERATIONS = {True: 560e6, False: 320e6}
+# Of few channels in, in float32: the library's for each channel, at least as of 8, and at most (steps of benchmarks/results/fuse/2026-11-26-h100-train.json
+# less what their passes' bytes take: 19e6 to 21e6 with 8 channels to 64, 12e6 to 32, 32e6 with 16 to 64; of others not measured); those of
+# kernels/grad/narrow2d_weight.cuh, three for one, and what its launches take, predicted.
+LIBRARY_FEW_WEIGHTS, LIBRARY_FEW_WEIGHTS_MOST = 2.6e6, 32e6
+FEW_WEIGHTS_OPERATIONS, FEW_WEIGHTS_START = 250e6, 15
 WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
 
 
@@ -220,6 +225,23 @@ def weight_gradient(
     theirs = 2 * dz * filters[1] * math.prod(kernel) / (LIBRARY_WEIGHT_OPERATIONS[itemsize] * rates)
     theirs = LIBRARY_STARTS[itemsize] + (2 * itemsize * x + itemsize * dz) / bytes_a_time + theirs
     return ours, theirs
+
+
+def few_weights_gradient(
+    image: Sequence[int], filters: Sequence[int], blocks: int, device
+) -> tuple[float, float]:
+    """The same of few channels in, in float32: of a dz in planes. blocks: how often it is read."""
+    outputs, channels, *kernel = filters
+    rows, columns = (extent - taps + 1 for extent, taps in zip(image[2:], kernel))
+    taps, x, dz = math.prod(kernel), math.prod(image), image[0] * outputs * rows * columns
+    bytes_a_time, rates = PASS_BYTES * device.scale.memory, device.scale.compute
+    # Products of 16 pixels, 32 channels out, and 8 taps of channels in.
+    padded = -(-columns // 16) * 16 * (-(-outputs // 32) * 32) * (-(-channels * taps // 8) * 8)
+    products = 3 * 2 * image[0] * rows * padded / (FEW_WEIGHTS_OPERATIONS * rates)
+    ours = FEW_WEIGHTS_START + max(products, 4 * blocks * (dz + x) / bytes_a_time)
+    rate = min(LIBRARY_FEW_WEIGHTS * max(channels, 8), LIBRARY_FEW_WEIGHTS_MOST)
+    theirs = max(2 * dz * channels * taps / (rate * rates), 4 * (dz + x) / bytes_a_time)
+    return ours, LIBRARY_STARTS[4] + theirs
 
 
 def input_gradient(

@@ -1,11 +1,14 @@
-"""The gradients of a convolution's weight and input by kernels of our own, kernels/grad/packed_weight.cuh and packed_input.cuh, for any tail: in the
-library's place behind the pass that writes dz, which then writes it in 16 bits, as tensor cores take it (kernels/load/units.cuh).
+"""The gradients of a convolution's weight and input by kernels of our own, for any tail, in the library's place behind the pass that writes dz.
 
-A float32 is one float16 under a scale for each sample: as exact as TF32, which eager runs for that gradient, or else the library serves.
+- PACKED: kernels/grad/packed_weight.cuh and packed_input.cuh. That pass then writes dz in 16 bits, as tensor cores take it
+  (kernels/load/units.cuh). A float32 is one float16 under a scale for each sample: as exact as TF32, which eager runs for that gradient, or else
+  the library serves.
+- FEW: kernels/grad/narrow2d_weight.cuh, for few channels in, of dz in planes, in float32's accuracy whatever eager runs. That of x is the library's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,6 +18,9 @@ import inline_loader
 
 from . import choice, library, mainloops, precision, tiling
 from .cases import CTYPES
+
+PACKED, FEW = "packed", "few"
+MOST_CHANNELS = 16  # in, that are few
 
 _TEXT = """// The gradient of {of}
 #include "grad/packed_{name}.cuh"
@@ -27,20 +33,65 @@ EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> other, c
   grad::packed_{name}<Build>(gradient, dz, other, stream);
 }}
 """
+_FEW_TEXT = """// The gradient of {of}
+#include "grad/narrow2d_weight.cuh"
+
+using Tile = grad::narrow2d::Tile<conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>, SHARED_LIMIT, DZ_ALIGNED>;
+
+EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> x, cudaStream_t stream) {{
+  grad::narrow2d::weight<Tile>(gradient, dz, x, stream);
+}}
+"""
 
 
-def obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
-    """Why they can't give the weight's gradient, and with dx that of x, or are not as exact as eager, or not faster than the library; or None."""
+def fastest(segment, x: Tensor, weight: Tensor, dx: bool, in_units: bool) -> str | None:
+    """What gives the weight's gradient, where x has one as `dx` says; None: the library. in_units: can dz be written in 16 bits?"""
+    times = {}
+    if few_obstacle(segment, x, weight, dx) is None:
+        times[FEW] = few_expected(x, weight, dx)[0]
+    if in_units and obstacle(segment, x, weight, dx) is None:
+        times[PACKED] = expected(x, weight, dx)[0]
+    return min(times, key=lambda way: times[way], default=None)
+
+
+def _plain_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
     if library.device_type(x) != "cuda" or weight.dim() != 4:
         return "they convolve images on a GPU"
     if not all(type(size) is int for size in (*x.shape, *weight.shape)):
         return "sizes are not known"
     if segment.conv.groups != 1 or not mainloops.walk_of(segment, weight).is_plain:
         return "the convolution has groups, a stride, padding or dilation"
-    if weight.shape[0] % 8:
-        return "channels out are no multiple of 8"
     if library.is_channels_last(x, weight):
         return "x or the weight lies channels last"
+    return None
+
+
+def few_obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
+    """Why FEW can't give the weight's gradient, or is not faster than the library; or None."""
+    if reason := _plain_obstacle(segment, x, weight):
+        return reason
+    if weight.shape[1] > MOST_CHANNELS:
+        return "there are many channels in"
+    if reason := tiling.few_weights_obstacle(x, weight):
+        return reason
+    ours, theirs = few_expected(x, weight, dx)
+    return "the library is faster at such sizes" if theirs <= ours else None
+
+
+def few_expected(x: Tensor, weight: Tensor, dx: bool) -> tuple[float, float]:
+    """Microseconds, by ours and by the library, which gives that of x in either case."""
+    device, blocks = tiling.device_properties(x.device.index), tiling.few_weights(weight).blocks
+    ours, theirs = choice.few_weights_gradient(x.shape, weight.shape, blocks, device)
+    of_x = choice.input_gradient(x.shape, weight.shape, x.element_size(), device)[1] if dx else 0.0
+    return ours + of_x, theirs + of_x
+
+
+def obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
+    """Why PACKED can't give the weight's gradient, and with dx that of x, or is not as exact as eager, or not faster than the library; or None."""
+    if reason := _plain_obstacle(segment, x, weight):
+        return reason
+    if weight.shape[0] % 8:
+        return "channels out are no multiple of 8"
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
     if dx and (reason := tiling.packed_input_obstacle(x, weight)):
@@ -56,7 +107,7 @@ def obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
 
 
 def expected(x: Tensor, weight: Tensor, dx: bool) -> tuple[float, float]:
-    """Microseconds, by ours and by the library."""
+    """Microseconds, by PACKED and by the library."""
     device = tiling.device_properties(x.device.index)
     given = x.shape, weight.shape, x.element_size(), device
     each = [choice.weight_gradient(*given), *([choice.input_gradient(*given)] if dx else [])]
@@ -68,30 +119,41 @@ def size(N: int, C: int, positions: int, dtype: torch.dtype) -> int:
     return N * C * positions // 2 + 2 * N if dtype == torch.float32 else N * C * positions
 
 
-def requests(segment, x: Tensor, weight: Tensor, dx: bool) -> list[dict]:
-    """What is built: for the weight, and with dx for x, whose row may be one tile."""
+def requests(way: str, segment, x: Tensor, weight: Tensor, dx: bool) -> list[dict]:
+    """What is built: for the weight, and by PACKED with dx for x, whose row may be one tile."""
     capability, shared, *_ = tiling.device_properties(x.device.index)
     defines = tiling.spatial_defines(weight.shape) | {"VALUE_T": CTYPES[x.dtype], "OUTPUT_T": CTYPES[x.dtype]}
-    defines |= {"CAPABILITY": 90 if capability == (9, 0) else 80, "SHARED_LIMIT": shared}
-    planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
-    by_size = {name: planned[name] for name in ("ONE_TILE", "COUNTS_IN_INT")}
+    defines["SHARED_LIMIT"] = shared
+    if way == FEW:
+        known = {"weight": (_FEW_TEXT, {"DZ_ALIGNED": math.gcd(x.shape[3] - weight.shape[3] + 1, 4)})}
+    else:
+        defines["CAPABILITY"] = 90 if capability == (9, 0) else 80
+        planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
+        by_size = {name: planned[name] for name in ("ONE_TILE", "COUNTS_IN_INT")}
+        known = {"weight": (_TEXT, dict.fromkeys(by_size, 0))} | ({"input": (_TEXT, by_size)} if dx else {})
     own = segment.conv.name or "the convolution"
-    known = {"weight": dict.fromkeys(by_size, 0), **({"input": by_size} if dx else {})}
     return [
         {
             "name": f"gradient_of_{name}",
-            "source": _TEXT.format(of=f"the {name} of {own}", name=name),
+            "source": text.format(of=f"the {name} of {own}", name=name),
             "device": "cuda",
             "defines": defines | sizes,
         }
-        for name, sizes in known.items()
+        for name, (text, sizes) in known.items()
     ]
 
 
-def planned(segment, x: Tensor, weight: Tensor, dx: bool) -> Callable[..., tuple[Tensor | None, Tensor]]:
+def gives_both(way: str | None) -> bool:
+    """Is the gradient of x ours, too?"""
+    return way == PACKED
+
+
+def planned(
+    way: str, segment, x: Tensor, weight: Tensor, dx: bool
+) -> Callable[..., tuple[Tensor | None, Tensor]]:
     """(dx or None, dweight) of (dz, x, weight), for such arguments."""
     of_weight, *of_input = [
-        inline_loader.load(**request).backward.bound() for request in requests(segment, x, weight, dx)
+        inline_loader.load(**request).backward.bound() for request in requests(way, segment, x, weight, dx)
     ]
     sizes = tuple(x.shape), tuple(weight.shape)
 
@@ -105,13 +167,15 @@ def planned(segment, x: Tensor, weight: Tensor, dx: bool) -> Callable[..., tuple
     return run
 
 
-def in_words(segment, x: Tensor, weight: Tensor) -> str:
+def in_words(way: str, segment, x: Tensor, weight: Tensor) -> str:
     """Where ours gives the weight's."""
-    dx = obstacle(segment, x, weight, True) is None
-    ours, theirs = map(round, expected(x, weight, dx))
+    dx = way == PACKED and obstacle(segment, x, weight, True) is None
+    ours, theirs = map(round, few_expected(x, weight, False) if way == FEW else expected(x, weight, dx))
     what = (
         "the gradients of weight and x by kernels"
         if dx
+        else "the weight's gradient by a kernel"
+        if way == FEW
         else "the weight's gradient, where x has none, by a kernel"
     )
     return f"{what} of our own ({ours} µs expected, {theirs} by the library)"

@@ -365,7 +365,7 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
 class Back(NamedTuple):
     """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
     the convolution's), those that are `converted` then, or `turned`, from channels last; dz; dweight, where it is our own; passes. The library is
-    asked for (dx, dw), in `layout`; or `ours` gives them, of dz, in UNITS, x and the weight."""
+    asked for (dx, dw), in `layout`; or `ours` gives dw, of dz, x and the weight, and dx where the library isn't asked for it."""
 
     launch: Launch | None
     gradients: Sequence[int | None]
@@ -403,14 +403,16 @@ def backward(
         found[0], found[weight_at] = (
             t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
         )
-    elif back.ours:
-        found[0], found[weight_at] = back.ours(made[back.dz], x, weight)
     elif back.dz is not None:
         dz, both = made[back.dz], (None, None)
         if any(back.library):
             both = _convolution_gradients(plan, dz, x, weight, back.library, back.layout)
-        found[0] = _input_gradient(plan, dz, weight) if needs[0] and not back.library[0] else both[0]
-        found[weight_at] = both[1] if back.dweight is None else made[back.dweight]
+        if back.ours:
+            own_dx, found[weight_at] = back.ours(dz, x, weight)
+            found[0] = both[0] if back.library[0] else own_dx
+        else:
+            found[0] = _input_gradient(plan, dz, weight) if needs[0] and not back.library[0] else both[0]
+            found[weight_at] = both[1] if back.dweight is None else made[back.dweight]
     return found + [None] * len(plan.segment.buffers)
 
 
@@ -425,10 +427,13 @@ def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Bac
 def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
     segment, composed, divided = plan.segment, plan.composed, plan.strips.get("backward")
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    ours = dw and _obstacle_of_ours(plan, x, weight, dx) is None
-    of_library = dx and not (composed.own.input_gradient or ours), dw and not (divided and own or ours)
+    way = _of_our_own(plan, x, weight, dx) if dw else None
+    of_library = (
+        dx and not (composed.own.input_gradient or gradients.gives_both(way)),
+        dw and not (divided and own or way),
+    )
     layouts = [_layout(segment, x, weight, of) for of, need in zip(("dx", "dw"), of_library) if need]
-    layout = UNITS if ours else min(layouts, default=PLANES)
+    layout = UNITS if way == gradients.PACKED else min(layouts, default=PLANES)
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
         return Back(
@@ -457,15 +462,17 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     place = {name: i for i, name in enumerate(launch.made)}
     found = [place[root.name] if root else None for root in map(roots.get, names)]
     dz, dweight = place["dz"] if roots["z"] else None, place["dweight"] if own else None
-    ours = gradients.planned(segment, x, weight, dx) if ours else None
+    ours = gradients.planned(way, segment, x, weight, dx) if way else None
     return Back(launch, found, converted, turned, of_library, layout, dz, dweight, place.get("passes"), ours)
 
 
-def _obstacle_of_ours(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:
-    program = plan.composed.backward
-    if plan.last or not (program and program.turned and program.turns):
-        return "dz isn't written by a pass of positions alone"
-    return gradients.obstacle(plan.segment, x, weight, dx)
+def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:
+    """Which of our kernels gives the weight's gradient (gradients.py), or None."""
+    program, roots = plan.composed.backward, plan.composed.gradients
+    if plan.last or not (program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())):
+        return None
+    in_units = bool(program.turned and program.turns)  # a pass of positions alone writes dz
+    return gradients.fastest(plan.segment, x, weight, dx, in_units)
 
 
 def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
@@ -588,10 +595,10 @@ def describe(case: Case, own: str | None = None) -> str:
 
 def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     """The passes of backward where x has no gradient, and what our own kernels then do."""
-    composed, ours = plan.composed, _obstacle_of_ours(plan, x, weight, False) is None
-    plan = replace(plan, layout=UNITS) if ours else plan
+    composed, way = plan.composed, _of_our_own(plan, x, weight, False)
+    plan = replace(plan, layout=UNITS) if way == gradients.PACKED else plan
     words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
-    return words + (f", {gradients.in_words(plan.segment, x, weight)}" if ours else "")
+    return words + (f", {gradients.in_words(way, plan.segment, x, weight)}" if way else "")
 
 
 def _words(plan: Plan, own: str | None, backward: str) -> str:

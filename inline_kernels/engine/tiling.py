@@ -345,6 +345,38 @@ def packed_input_obstacle(x: Tensor, weight: Tensor):
     yield too_large, "the filter's window does not fit in shared memory"
 
 
+class FewWeights(NamedTuple):
+    """kernels/grad/narrow2d_weight.cuh's: blocks that share the weight's gradient, each of which reads dz, and the least shared memory of one."""
+
+    blocks: int
+    shared: int
+
+
+def few_weights(weight: Tensor) -> FewWeights:
+    C, channels, kh, kw = weight.shape
+    rows = 32 if C > 16 else 16  # of a warp
+    row_groups = min(4, _power_of_two_from(ceil_div(C, rows)))
+    groups = ceil_div(channels * kh * kw, 8 * 9)  # of columns, a warp's
+    column_groups = min(8 // row_groups, _power_of_two_from(groups))
+    strip = max(64, 16 * (8 // row_groups // column_groups))
+    ring = (kh + 1) * channels * (ceil_div(strip + kw - 5, 8) * 8 + 4) * 8
+    stage = (rows * row_groups * (strip + 4) + ceil_div(channels * (strip + kw - 1), 4) * 4) * 4
+    return FewWeights(ceil_div(C, rows * row_groups) * ceil_div(groups, column_groups), ring + 3 * stage)
+
+
+def _power_of_two_from(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@first_obstacle
+def few_weights_obstacle(x: Tensor, weight: Tensor):
+    """Of the weight's gradient by kernels/grad/narrow2d_weight.cuh."""
+    yield x.dtype != torch.float32, "the kernel is written for float32"
+    yield from _fused_obstacles(x, x.dtype)
+    too_large = few_weights(weight).shared > device_properties(x.device.index).shared
+    yield too_large, "the rows do not fit in shared memory"
+
+
 # ----------------------------------------------------------------------------------------------------------------- stream
 
 STREAM_CLUSTER = 2  # blocks that share what both need

@@ -106,6 +106,16 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_
 }
 #undef MMA
 
+// The same of TF32, with k = 8: float32 whose last 13 bits do not count.
+//   A   0: row g, k t    1: row g + 8, k t    2: row g, k t + 4    3: row g + 8, k t + 4
+//   B   0: k t, column g    1: k t + 4, column g
+__device__ __forceinline__ void multiply_add_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // The same with k = 32, B's register i from k 8 i on, and of A two of every four neighbours in a row, k 4 i …
 // 4 i + 3, in the place of k 2 i and 2 i + 1. `selectors` has four bits for each two: the first one's place
 // among the four, and the second one's, which is larger. Lanes with t = 0 give those of k 0-15, lanes with

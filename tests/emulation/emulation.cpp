@@ -317,6 +317,21 @@ void multiply(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth, bo
 void product(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth, bool bfloat16) {
   multiply<false>(d, a, b, depth, bfloat16);
 }
+// Of 8 k, whose last bits are cut off.
+void product_tf32(float (&d)[4], const uint32_t* a, const uint32_t* b) {
+  const int g = lane() / 4, t = lane() % 4;
+  Matrices& all = matrices[warp()];
+  for (int i = 0; i < 4; i++) all.a[g + i % 2 * 8][t + i / 2 * 4] = from_bits(a[i] & ~0x1fffu);
+  for (int i = 0; i < 2; i++) all.b[t + i * 4][g] = from_bits(b[i] & ~0x1fffu);
+  for (int i = 0; i < 4; i++) all.d[g + i / 2 * 8][2 * t + i % 2] = d[i];
+  meet(block->warp_barriers[warp()], 32, [&] {
+    for (int row = 0; row < 16; row++)
+      for (int i = 0; i < 8; i++)
+        for (int column = 0; column < 8; column++)
+          all.d[row][column] += double(all.a[row][i]) * all.b[i][column];
+  });
+  for (int i = 0; i < 4; i++) d[i] = float(all.d[g + i / 2 * 8][2 * t + i % 2]);
+}
 void product_sparse(float (&d)[4], const uint32_t* a, const uint32_t* b, uint32_t selectors) {
   const int g = lane() / 4, t = lane() % 4;
   for (int i = 0; i < (t < 2 ? 8 : 0); i++) {  // selectors of four fours in rows g and g + 8

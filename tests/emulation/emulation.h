@@ -58,6 +58,7 @@ void copy_later(void* to, const void* from, int bytes);  // from a null pointer:
 void commit_copies();
 void await_copies(int pending);
 void product(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth, bool bfloat16);
+void product_tf32(float (&d)[4], const uint32_t* a, const uint32_t* b);
 void product_sparse(float (&d)[4], const uint32_t* a, const uint32_t* b, uint32_t selectors);
 void initialize(uint64_t* barrier, int arrivals);
 void arrive(uint64_t* barrier);

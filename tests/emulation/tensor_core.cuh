@@ -59,6 +59,10 @@ template <class Operand = half_t> void multiply_add(float (&d)[4], uint32_t a0, 
   const uint32_t a[] = {a0, a1};
   emulation::product(d, a, &b0, 8, std::is_same_v<Operand, bfloat16_t>);
 }
+inline void multiply_add_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const uint32_t b[] = {b0, b1};
+  emulation::product_tf32(d, a, b);
+}
 inline void multiply_add_sparse(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4],
                                 uint32_t selectors) {
   emulation::product_sparse(d, a, b, selectors);
