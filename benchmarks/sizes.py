@@ -1,6 +1,7 @@
 """Is what `fuse` runs at any size slower than eager or torch.compile? The layers of sizes.csv, on a GPU. One run, one table, one JSON file.
 
     python benchmarks/sizes.py [--rows 3,17-20] [--peers eager,compile] [--seconds 0.3] [--json FILE] [--picture FILE]
+    python benchmarks/sizes.py --draw RECORD --picture FILE
 
 A row of sizes.csv is a convolution with a tail (TAILS) as a layer of a real model has it. dtype tf32 is float32 where the library may round
 to TF32, float32 is where it may not; layout is the model's and x's. `forward` is under no_grad, in training mode; `train` is forward and
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import statistics
 import sys
@@ -147,22 +149,37 @@ def line(number: int, row: dict) -> str:
     return f"{head}{cells}{row['factor']:7.2f}{'' if row['ok'] else ' slower'}"
 
 
+MARKERS = {"tf32": "o", "float32": "^", "bfloat16": "s", "float16": "D"}
+
+
 def picture(rows: list[dict], path: Path) -> None:
-    """Our factor over the best peer against arithmetic intensity."""
+    """Our factor over the best peer against arithmetic intensity. Hollow: slower by more than SLACK."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        points = [
-            (row["intensity"], row["factor"]) for row in rows if row["dtype"] == dtype and row.get("times")
-        ]
-        axes.scatter(*zip(*points), label=dtype, s=16)
-    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="the best peer's time over ours")
+    for number, (dtype, marker) in enumerate(MARKERS.items()):
+        for ok in (True, False):
+            points = [
+                (r["intensity"], r["factor"])
+                for r in rows
+                if r.get("times") and (r["dtype"], r["ok"]) == (dtype, ok)
+            ]
+            style = {
+                "color": f"C{number}",
+                "marker": marker,
+                "s": 22,
+                "facecolors": f"C{number}" if ok else "none",
+            }
+            axes.scatter(*zip(*points or [(math.nan, math.nan)]), label=dtype if ok else None, **style)
+    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP a byte, log axis)")
+    axes.set_ylabel("times as fast as the faster of\neager and torch.compile (log axis)")
+    axes.set_yticks([0.5, 0.7, 1, 1.5, 2, 3, 4, 6], ["0.5", "0.7", "1", "1.5", "2", "3", "4", "6"])
+    axes.minorticks_off()
     axes.axhline(1, color="grey", lw=0.8)
-    axes.legend()
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
@@ -183,7 +200,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="of each round, all contestants together")
     parser.add_argument("--json", metavar="FILE", type=Path)
     parser.add_argument("--picture", metavar="FILE", type=Path)
+    parser.add_argument("--draw", metavar="RECORD", type=Path, help="draw that record; nothing is timed")
     options = parser.parse_args()
+    if options.draw:
+        return picture(json.loads(options.draw.read_text())["rows"], options.picture)
     rows, peers = [], options.peers.split(",")
     every = layers()
     print(f"{'':75}{''.join(f'{name:>9}' for name in [*peers, 'ours'])}  factor")
