@@ -104,17 +104,17 @@ PACKING_START = 3  # microseconds, of each launch that packs, or looks for what 
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
 # The library's gradients of weights and of x, channels last (trials/convolution_layouts.json; of 16 bits not measured: nearly forward's, so
 # that nothing is taken from it that it may do as fast); and those of
-# kernels/grad/packed_weight.cuh and packed_input.cuh by wgmma, and by mma.sync (predicted: what products alone take, and what mma.sync took,
-# trials/min_add_by_wgmma.json).
+# kernels/grad/packed_weight.cuh and packed_input.cuh by wgmma (trials/packed_gradients.json: 0.48 and 0.42 ms for 304 GFLOP), and by mma.sync
+# (trials/min_add_by_wgmma.json).
 LIBRARY_WEIGHT_OPERATIONS = {2: 700e6, 4: 143e6}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
 LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
 INPUT_OPERATIONS = {True: 560e6, False: 320e6}
 # Of few channels in, in float32: the library's for each channel, at least as of 8, and at most (steps of benchmarks/results/fuse/2026-11-26-h100-train.json
 # less what their passes' bytes take: 19e6 to 21e6 with 8 channels to 64, 12e6 to 32, 32e6 with 16 to 64; of others not measured); those of
-# kernels/grad/narrow2d_weight.cuh, three for one, and what its launches take, predicted.
+# kernels/grad/narrow2d_weight.cuh, three for one, by what steps gained (…-later-train.json), and what its launches take, predicted.
 LIBRARY_FEW_WEIGHTS, LIBRARY_FEW_WEIGHTS_MOST = 2.6e6, 32e6
-FEW_WEIGHTS_OPERATIONS, FEW_WEIGHTS_START = 250e6, 15
+FEW_WEIGHTS_OPERATIONS, FEW_WEIGHTS_START = 120e6, 15
 WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
 
 

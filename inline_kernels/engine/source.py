@@ -885,7 +885,10 @@ def merging(program: Program, number: int) -> list[str]:
     calls = [f"const int64_t few_{number} = load::few_parts(parts_{number});"] * bool(partial)
     for array in partial:
         sums = few(array)
-        calls.append(f"load::merge_parts({sums.name}, {array.name}, {size(sums)}, parts_{number}, stream);")
+        of = TYPES[array.kind]
+        calls.append(
+            f"load::merge_parts<{of}>({sums.name}, {array.name}, {size(sums)}, parts_{number}, stream);"
+        )
     return calls
 
 

@@ -187,7 +187,7 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
 def _plan(segment, x: torch.Tensor, weight: torch.Tensor, device: str, saving: bool) -> schedule.Plan:
     composed = programs.composed_of(segment, programs.Kind(device, saving, len(weight) <= 256, False, Own()))
     sizes = cases.sizes_of(segment, x, weight)
-    return schedule.Plan(segment, composed, sizes, x.dtype, x.dtype, saving, device)
+    return schedule.Plan(segment, composed, sizes, x.dtype, weight.dtype, x.dtype, saving, device)
 
 
 def _sized(text: str, name: str, plan: schedule.Plan, program, segment) -> str:
