@@ -1,4 +1,4 @@
-"""Some sixty faults, one at a time, in a copy of the tree: do the tests that stand beside each see it?
+"""Some seventy faults, one at a time, in a copy of the tree: do the tests that stand beside each see it?
 
     python tests/faults.py [--only 3,17] [--files] [--sound]    # --files: does each text stand where it is looked for, once?
                                                                 # --sound: do the tests pass without the faults?
@@ -63,7 +63,7 @@ FAULTS = [
     Fault("kernels/load/planes.cuh", "j < i + kPack && j < S; j++", "j < i + kPack - 1 && j < S; j++", "test_engine_source.py -k random_programs"),
     Fault("kernels/load/extreme.cuh", "(sign > 0 ? x > value : x < value)", "(sign > 0 ? x >= value : x <= value)", "test_engine_source.py -k ties"),
     Fault("kernels/load/reduce.cuh", "if (count == 0) shift = x;", "", "test_engine_source.py -k large_means"),
-    Fault("kernels/load/small.cuh", "for (int64_t i = lane; i < count; i += 32) value += f(i);", "for (int64_t i = lane; i < count; i += 64) value += f(i);", "test_engine_source.py -k more_small_values"),
+    Fault("kernels/load/small.cuh", "for (int64_t i = lane; i < count; i += kValueLanes) value += f(i);", "for (int64_t i = lane; i < count; i += 2 * kValueLanes) value += f(i);", "test_engine_source.py -k more_small_values"),
     # ---- kernels of a CPU, and the host's side
     Fault("kernels/cpu/load.h", "for (int j = lanes; j < kLanes; j++) rest[j] = 0;", "", "test_engine_cpu.py -k each_value_once"),
     Fault("kernels/cpu/load.h", "(sign > 0 ? x > value : x < value) | is_nan", "(sign > 0 ? x >= value : x <= value) | is_nan", "test_engine_source.py -k ties"),
@@ -108,6 +108,10 @@ FAULTS = [
     Fault("inline_kernels/engine/programs.py", "return self._copy(node) if was and node.attr[1] == \"parameter\" else node", "return node", "test_engine_source.py -k parameters_that_change"),
     Fault("inline_kernels/engine/programs.py", "kind = \"value\" if of_z else kind_of(node, few_channels)", "kind = kind_of(node, few_channels)", "test_engine_source.py -k kept_in_its_type"),
     Fault("inline_kernels/engine/direct.py", "if node.op != \"leaf\" or node.attr[1] == \"drawn\":", "if False:", "test_engine_direct.py -k not_pointwise"),
+    Fault("kernels/load/planes.cuh", "for (int warp = 1; warp < kPlaneThreads / 32; warp++)", "for (int warp = 2; warp < kPlaneThreads / 32; warp++)", "test_engine_source.py -k all_is_channels_last"),
+    Fault("kernels/load/reduce.cuh", "for (int64_t i = threadIdx.x % 32; i < parts; i += 32)", "for (int64_t i = threadIdx.x % 32; i + 1 < parts; i += 32)", "test_engine_source.py -k many_parts"),
+    Fault("inline_kernels/engine/passes.py", "            and root.kind != \"parameter\"\n", "", "test_engine_source.py -k read_by_nobody"),
+    Fault("inline_kernels/engine/source.py", "common = math.gcd(*self.groups) or _SLICES", "common = _SLICES", "test_engine_source.py -k blocks_share"),
     Fault("inline_kernels/engine/stored.py", "\"inputs\": segment.inputs[:1]}", "\"inputs\": segment.inputs}", "test_engine_stored.py -k second_input"),
     Fault("inline_kernels/engine/mainloops.py", "split = job.x.dtype == torch.float32 and not precision.runs_tf32(job.x, job.weight)", "split = False", "test_engine_direct.py -k 'test_tails or test_sizes'"),
     Fault("inline_kernels/engine/ops.py", "variance = t.graph.variance(x.node, mean_, steps)", "variance = t.graph.variance(x.node, mean_, steps) + t.number(1e-3)", "test_engine_ops.py -k norms"),

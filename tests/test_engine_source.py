@@ -693,6 +693,18 @@ def test_many_parts(layout, device, monkeypatch):
     assert parts[0] == 2 if layout == "turned in two parts" else parts[0] > 32
 
 
+@pytest.mark.parametrize("groups", [1, 4, 12, 48], ids=str)
+def test_blocks_share_small_values(groups, device):
+    """Of many channels: each has whole groups."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 96, 1), nn.GroupNorm(groups, 96), nn.SiLU())
+    with torch.no_grad():
+        model[1].weight.normal_(), model[1].bias.normal_()
+    run = assert_rule(model, torch.randn(2, 2, 5, 6), label=str(groups))
+    slices = [text.slices for text in run.plan.composed.forward.texts]
+    assert max(slices) == (1 if device == "cpu" else {1: 1, 4: 4, 12: 12, 48: 24}[groups])
+
+
 class Skipping(nn.Module):
     def __init__(self):
         super().__init__()
