@@ -51,8 +51,9 @@ class Case(NamedTuple):
     @property
     def convolves_last(self) -> bool:
         """Is eager's v channels last? On a GPU alone anybody asks."""
-        planes = library.result_format(self.x, self.weight, True) == torch.contiguous_format
-        return self.device == "cuda" and not planes
+        if self.device != "cuda":
+            return False
+        return library.result_format(self.x, self.weight, True) != torch.contiguous_format
 
     @property
     def sizes(self) -> Sizes:
