@@ -6,7 +6,8 @@
 A row of sizes.csv is a convolution with a tail (TAILS) as a layer of a real model has it. dtype tf32 is float32 where the library may round
 to TF32, float32 is where it may not; layout is the model's and x's. `forward` is under no_grad, in training mode; `train` is forward and
 backward to the parameters. All contestants of a row run in one process and take turns, in three rounds; times are the GPU's, by events,
-medians of a round. A row fails where ours takes longer than the best peer by more than SLACK in all rounds.
+medians of a round. A row fails where ours is not as exact as eager, then it isn't timed, or takes longer than the best peer by more than
+SLACK in all rounds.
 
 A row of the record: the layer's columns, `times` (by contestant, of each round; ms), `plan` (what ours runs, and why), `factor` (the best
 peer's median over ours), `intensity` (FLOP a byte, with v never written), `ok`; `failed`: what was raised instead.
@@ -15,6 +16,7 @@ peer's median over ours), `intensity` (FLOP a byte, with v never written), `ok`;
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import json
 import math
@@ -30,7 +32,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from inline_kernels import fuse  # noqa: E402
-from inline_kernels.bench import records, timing  # noqa: E402
+from inline_kernels.bench import checks, records, timing  # noqa: E402
 
 LAYERS = Path(__file__).with_name("sizes.csv")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -115,6 +117,38 @@ def call(model, row: dict, x: torch.Tensor):
     )  # the tail may use neither scale nor shift
 
 
+def check(model: nn.Module, ours: nn.Module, row: dict, x: torch.Tensor) -> None:
+    """Raises AssertionError where our result, or a gradient, is more than twice as far from float64 as eager's: of the whole batch's first
+    sample, alone in having a gradient of its result. Dropout is left out, whose mask is not eager's."""
+    drops = "dropout" in row["tail"]
+    exact = copy.deepcopy(model).double()
+
+    def of(each: nn.Module, x: torch.Tensor, g: torch.Tensor | None) -> list[torch.Tensor]:
+        each.train(not drops)
+        with torch.set_grad_enabled(g is not None):
+            y = each(x)
+        found, y = [y[:1].detach()], y[:1]
+        if g is not None:
+            found += [
+                t
+                for t in torch.autograd.grad(y, [*each.parameters()], g.to(y.dtype), allow_unused=True)
+                if t is not None
+            ]
+        each.train()
+        return found
+
+    def errors(number: int, cancelling: bool) -> list[checks.Error]:
+        if number:
+            x.normal_()
+        with torch.no_grad():
+            g = torch.randn_like(model(x[:1])) if row["phase"] == "train" else None
+        found = zip(of(exact, x[:1].double(), g), of(model, x, g), of(ours, x, g), strict=True)
+        return [checks.judged("", row["layer"], *t, x.dtype) for t in found]
+
+    for error in checks.judged_on_draws(errors):
+        assert error.share <= 1, str(error)
+
+
 def intensity(row: dict, y: torch.Tensor, x: torch.Tensor) -> float:
     taps, extents = row["filter"] ** len(row["image"]), row["image"]
     reach = row["dilation"] * (row["filter"] - 1) + 1
@@ -127,7 +161,9 @@ def measure(row: dict, peers: list[str], device: str, seconds: float) -> dict:
     torch.backends.cudnn.allow_tf32 = row["dtype"] != "float32"
     try:
         model, x = build(row, device)
-        ours, peer_of = fuse(model), {"eager": lambda: model, "compile": lambda: torch.compile(model)}
+        ours = fuse(model)
+        check(model, ours, row, x)
+        peer_of = {"eager": lambda: model, "compile": lambda: torch.compile(model)}
         calls = {name: call(peer_of[name](), row, x) for name in peers} | {"ours": call(ours, row, x)}
         rounds = [timing.time(calls, device, seconds) for _ in range(ROUNDS)]
         with torch.no_grad():

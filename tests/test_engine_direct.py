@@ -362,15 +362,20 @@ def test_stream(name, settings, device, monkeypatch):
     assert_rule(model, numerics.random_input((3, 24, 7, 9), dtype=dtype))
 
 
-def test_stream_channels_last(device, monkeypatch):
-    """Operands as they lie, and y as eager's."""
+@pytest.mark.parametrize("filters_are_last", [False, True])
+def test_stream_channels_last(filters_are_last, device, monkeypatch):
+    """Operands as they lie, filters too, and y as eager's."""
     device(900), only_through("stream", monkeypatch)
     model = random_model((40, 24, 3, 2), TAILS["leaky, gelu"], padding=1).bfloat16()
+    if filters_are_last:
+        model.conv.to(memory_format=torch.channels_last)
     x = numerics.random_input((3, 24, 7, 9), dtype=torch.bfloat16).contiguous(
         memory_format=torch.channels_last
     )
     assert_rule(model, x)
     assert run(model, x).is_contiguous(memory_format=torch.channels_last)
+    (request,) = direct.requests(Case(*given(model, x), False, x.dtype))
+    assert request["defines"]["WEIGHT_LAST"] == filters_are_last
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
     assert "the library takes it so" in refused(model.float(), x.float())
 

@@ -693,6 +693,30 @@ def test_many_parts(layout, device, monkeypatch):
     assert parts[0] == 2 if layout == "turned in two parts" else parts[0] > 32
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_bias_alone(layout, device):
+    """A convolution without a tail, as a segment on a GPU; without a bias nothing follows it."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), torch.randn(2, 3, 9, 10)
+    model, x = model.to(memory_format=layout), x.contiguous(memory_format=layout)
+    (segment,) = capture(model, True, 4, bare=True).segments
+    assert not capture(model, True, 4).segments
+    assert not capture(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False)), True, 4, bare=True).segments
+    arguments, last = arguments_of(model, segment, x), layout != torch.contiguous_format
+    plan = schedule.plan(Case(segment, arguments, True, x.dtype, last=last))
+    y, *saved = schedule.forward(plan, arguments)
+    leaf, dy = x.detach().clone().requires_grad_(), torch.randn(2, 8, 9, 10)
+    wanted = model(leaf)
+    found = schedule.backward(plan, dy, arguments, saved, [True] * 3)
+    assert y.stride() == wanted.stride()
+    torch.testing.assert_close(y, wanted.detach())
+    for ours, eager in zip(found, torch.autograd.grad(wanted, [leaf, *model.parameters()], dy)):
+        assert ours.dim() < 4 or library.is_channels_last(ours) == last
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("groups", [1, 4, 12, 48], ids=str)
 def test_blocks_share_small_values(groups, device):
     """Of many channels: each has whole groups."""

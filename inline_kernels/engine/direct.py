@@ -50,9 +50,7 @@ class Member(NamedTuple):
     """Of struct Tail: an argument of the segment (by its number), a tensor or a number, under this name."""
 
     name: str
-    ctype: (
-        str  # as a launcher declares it: accumulate_t, parameter_t and value_t of tensors, double of numbers
-    )
+    ctype: str  # as a launcher declares it: of tensors accumulate_t, parameter_t, value_t; of numbers double
     argument: int
     is_tensor: bool
 

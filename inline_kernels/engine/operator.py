@@ -213,10 +213,10 @@ class SegmentOperator:
     def _plan(self, a: tuple, *, saving: bool) -> SimpleNamespace:
         """Raises schedule.Unsupported."""
         like = self.reference.like(a)
-        inner = self.schedule.plan(self._case(a, saving, DTYPES[a.dtype], like))
+        case = self._case(a, saving, DTYPES[a.dtype], like)
+        inner = self.schedule.plan(case)
         dx_format = library.result_format(a[0], a[self.inputs], True)
-        last = getattr(inner, "last", False) and like.dim() in (4, 5) and library.is_channels_last(like)
-        layout = Layout(like, last)
+        layout = Layout(like, case.last and getattr(inner, "last", False))
         return SimpleNamespace(inner=inner, layout=layout, dx_format=dx_format)
 
     def _backward(
@@ -299,11 +299,8 @@ class Layout:
     as they are to be."""
 
     def __init__(self, like: Tensor, last: bool = False):
-        self.shape, self.order, self.is_there = (
-            like.shape,
-            None,
-            last,
-        )  # order: None: contiguous, or as they come
+        self.shape, self.is_there = like.shape, last
+        self.order = None  # contiguous, or as they come
         if not (last or like.is_contiguous()):
             self.order = sorted(range(like.dim()), key=lambda i: (-like.stride(i), i))
             self.back = [self.order.index(i) for i in range(like.dim())]

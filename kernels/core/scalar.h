@@ -1,7 +1,7 @@
 // The element types of one build, for nvcc and for the host compiler alike.
 // A build serves one combination of dtypes, chosen by -D flags: VALUE_T is what the convolution yields and
 // OUTPUT_T what the model returns (float, double, half_t or bfloat16_t); INDEX_T holds an index that backward
-// needs. Sums use accumulate_t. Other macros of a build may stand before this header: it has few names.
+// needs; PARAMETER_T, by default accumulate_t, are a generated tail's parameters. Sums use accumulate_t. Other macros of a build may stand before this header: it has few names.
 #pragma once
 #include <stdint.h>
 #include <type_traits>

@@ -210,8 +210,8 @@ template <bool kScalar> class Plane {
   const unsigned plane_, part_, parts_;
 };
 
-// A lane's share of a plane, where arrays are channels last. A warp has kWarpLanes channels, or where there are fewer, the next power of
-// two, side by side; rows of so many lanes take positions in turn, kPack at a time. A lane behind the last channel stands for it and does
+// A lane's share of a plane, where arrays are channels last. A warp has 32 channels side by side, or 16 or 8 where there are no
+// more; rows of so many lanes take positions in turn, kPack at a time. A lane behind the last channel stands for it and does
 // nothing.
 template <bool kScalar, template <int> class ItsPoint = Point> class LastPlane {
  public:
