@@ -46,7 +46,8 @@ class Segment:
     `inputs` (leaves; the first is the convolution's x, which the tail doesn't have), `parameters` (qualified names: weight, bias if there is
     one, the tail's), `buffers`, `scalars` (qualified attribute name -> leaf), `modules` (name -> class and the settings read from it),
     `random`, `updates` (batch norms in training), `channels`, `eager` (the calls that the segment stands for, as a graph: placeholders in
-    the inputs' order), `stopped` (why it ends where it does), `digest` (equal for segments that differ in names alone)."""
+    the inputs' order), `stopped` (why it ends where it does), `digest` (equal for segments that differ in names alone), `result` (its
+    layout, as between.py says; None: eager's)."""
 
     def __init__(self, **fields: Any):
         self.__dict__.update(fields)
@@ -69,6 +70,10 @@ class Segment:
     eager: fx.Graph
     stopped: str
     digest: str
+    result: str | None = None
+
+    def with_result(self, result: str | None) -> Segment:
+        return Segment(**vars(self) | {"result": result, "digest": f"{self.digest}_{result}"}) if result else self
 
     @property
     def tensors(self) -> list[str]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import library, source
+from . import between, library, source
 from .graph import Space
 from .passes import Unsupported
 
@@ -27,7 +27,7 @@ CTYPES = {
 
 class Case(NamedTuple):
     """What a plan is made for. saving: does backward follow? dtype: of y. exact_order: is nothing added in another order than eager's? last: are
-    eager's v and y channels last?"""
+    v and y channels last, as eager's, or as between.py says?"""
 
     segment: object
     arguments: Sequence
@@ -54,6 +54,11 @@ class Case(NamedTuple):
         if self.device != "cuda":
             return False
         return library.result_format(self.x, self.weight, True) != torch.contiguous_format
+
+    @property
+    def stays_last(self) -> bool:
+        """Does y lie channels last for the next convolution, though eager's doesn't?"""
+        return self.last and self.segment.result in (between.OPERAND, between.KEPT)
 
     @property
     def sizes(self) -> Sizes:

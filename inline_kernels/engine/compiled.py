@@ -72,7 +72,7 @@ def _name_of(
 def _traced(structure) -> Callable:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    parts = {id(part.segment): part for part in structure.parts}
+    parts = {id(segment): part for segment, part in zip(structure.segments, structure.plain)}
     for node in structure.graph.nodes:
         part = parts.get(id(node.target)) if node.op == "call_function" else None
         if part is None:

@@ -455,6 +455,8 @@ def check(case: Case) -> None:
         raise Unsupported(f"there are no kernels for results of {case.dtype}")
     if case.segment.conv.groups != 1:
         raise Unsupported("the convolution has groups")
+    if case.stays_last and not mainloops.takes_last(case.x):
+        raise Unsupported("its result stays channels last for the next convolution")
     sizes = case.sizes
     results = sizes.N * sizes.C * sizes.positions("e")
     fewest = int(FEWEST_RESULTS * tiling.device_properties(case.x.device.index).scale.memory)

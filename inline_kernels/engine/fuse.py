@@ -234,7 +234,7 @@ def _fused_again(make: Callable, arguments: tuple, options: Options) -> nn.Modul
 def structure_of(fused: nn.Module, inputs: tuple, keywords: dict) -> Structure:
     """The capture that serves such inputs, as the model is now; captured where there is none."""
     x = inputs[0] if inputs and isinstance(inputs[0], Tensor) else _first_tensor(inputs, keywords)
-    kind = None if x is None else (x.dim(), x.device, x.dtype)
+    kind = None if x is None else (x.dim(), x.device, x.dtype, x.is_cuda and not x.is_contiguous())
     kept = getattr(fused, "_kept", ())
     for structure in kept:
         if structure.kind == kind and structure.holds(fused):

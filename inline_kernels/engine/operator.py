@@ -28,7 +28,7 @@ from inline_kernels.engine import library
 from inline_kernels.loader import operators as loader_operators
 from inline_kernels.loader.operators import LOW, Drawn, check_memory
 
-from . import composed, direct, schedule, sinks, stored
+from . import between, composed, direct, schedule, sinks, stored
 from .cases import Case
 from .support import DTYPES
 from .tracing import Named
@@ -195,9 +195,10 @@ class SegmentOperator:
         return run
 
     def _case(self, a: tuple, saving: bool, dtype: torch.dtype, like: Tensor | None = None) -> Case:
-        """like: y, in eager's layout."""
+        """like: y, in its layout."""
         x, weight, last = a[0], a[self.inputs], False
-        if like is not None and library.device_type(x) == "cuda" and library.is_channels_last(x, weight):
+        may_be = self.segment.result or library.is_channels_last(x, weight)
+        if like is not None and may_be and library.device_type(x) == "cuda":
             last = like.dim() == weight.dim() and library.is_channels_last(like)
         return Case(self.segment, a, saving, dtype, self.exact_order, last)
 
@@ -326,15 +327,23 @@ class Reference:
         self, shared: SegmentOperator, segment, modules: Mapping[str, nn.Module], others: Mapping[str, object]
     ):
         names = Names(segment)
-        self.eager, self.others, self.fields = segment.eager, others, shared.fields_of(names)
+        self.segment, self.eager, self.others, self.fields = segment, segment.eager, others, shared.fields_of(names)
         self.inputs, self.names = names.inputs, names.tensors
         self.shells = {name: _shell(module) for name, module in modules.items()}
 
     def like(
         self, a: tuple, device: torch.device | None = None, autocast: torch.dtype | None = None
     ) -> Tensor:
-        """y, without memory, in eager's layout. device: in eager's dtype, too, raising what eager raises, as on that device and under autocast
-        to that dtype if it isn't None. Without it a's tensors may be of different dtypes, and y's says nothing."""
+        """y, without memory, in eager's layout, or as between.py says. device: in eager's dtype, too, raising what eager raises, as on that device
+        and under autocast to that dtype if it isn't None. Without it a's tensors may be of different dtypes, and y's says nothing."""
+        y = self._as_eagers(a, device, autocast)
+        if self.segment.result is None:
+            return y
+        x = a[0] if device is None else Standing(a[0], device)
+        kept = between.is_kept(self.segment, x, a[self.inputs])
+        return y.contiguous(memory_format=torch.channels_last if kept else torch.contiguous_format)
+
+    def _as_eagers(self, a: tuple, device: torch.device | None, autocast: torch.dtype | None) -> Tensor:
         layout = library.result_format(a[0], a[self.inputs], True)
         with _disable_current_modes(), torch.no_grad():
             if autocast is None:

@@ -64,7 +64,13 @@ class Part:
     """A segment of one model: called with its inputs, it gives its result. What it decided in a situation it keeps."""
 
     def __init__(
-        self, segment, model: nn.Module, captured, guards: Guards, stale: types.SimpleNamespace, asked: Asked
+        self,
+        segment,
+        model: nn.Module,
+        constants: dict[str, Tensor],
+        guards: Guards,
+        stale: types.SimpleNamespace,
+        asked: Asked,
     ):
         self.segment, self.guards, self.stale, self.asked = segment, guards, stale, asked
         self.name, self.model = segment.conv.name or segment.parameters[0], weakref.ref(model)
@@ -75,7 +81,7 @@ class Part:
         known = {*segment.parameters, *segment.buffers, *segment.scalars}
         read = {node.target for node in segment.eager.nodes if node.op == "get_attr"} - known
         self.others = {
-            name: captured.constants[name] if name in captured.constants else attribute(model, name)
+            name: constants[name] if name in constants else attribute(model, name)
             for name in read
         }
         options, schedules = options_of(model), dict(SCHEDULES)
@@ -95,7 +101,7 @@ class Part:
         self.sources = [_source(model, name) for name in self.names[self.inputs :]]
         self.once = None  # gives of the tensors those that differ; None: all
         self.shapes = [table[last].shape for table, last in self.sources]
-        self.eager_code = Code(segment.eager, captured.constants).function()
+        self.eager_code = Code(segment.eager, constants).function()
         counters = [update.mean_buffer.rpartition(".")[0] for update in segment.updates]
         self.counters = [model.get_submodule(name)._buffers for name in counters]
 
@@ -296,6 +302,9 @@ class Part:
         if [t.shape for t in tensors[self.inputs :]] != self.shapes:
             self.stale.is_so = True  # another capture's
             return eager("a parameter has got another shape")
+        if self.segment.result and library.is_channels_last(tensors[self.inputs]):
+            self.stale.is_so = True  # as eager's results then are, the model's, too
+            return eager("the filters have got another layout")
         numbers = self.numbers()
         if any([number != number for number in numbers]):
             return eager("a number is NaN")

@@ -136,7 +136,7 @@ class Program:
     """The passes that compute `roots`, given arrays of some nodes.
 
     `passes`; `arrays` by Key, that these write; `kept`: the small ones that forward leaves for backward. few_channels: may a byte count channels? joins: on a GPU; on_cpu: points are vectors.
-    turns: may the convolution run channels last? By source.py: `texts` of the passes, and the numbers of those that then read v, or write
+    turns: may the convolution run channels last? operand: the array that the next convolution reads, or "". By source.py: `texts` of the passes, and the numbers of those that then read v, or write
     its gradient, so (`turned`); of those that a CPU has in strips (`in_strips`, `differentiated`, by whose sums: `differentiated_by`), and
     of the one that finds whether any gradient passes, with that gradient (`closes`)."""
 
@@ -145,6 +145,7 @@ class Program:
         None  # a gradient, and of planes the number of positions where it isn't zero
     )
     turns = False
+    operand = ""
     turned: Sequence[int] = ()
     in_strips: Sequence[int] = ()
     differentiated: int | None = None

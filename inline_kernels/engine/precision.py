@@ -34,14 +34,22 @@ _answers: dict[tuple, bool] = {}
 _lock = threading.Lock()
 
 
-def runs_tf32(x: Tensor, weight: Tensor, of: str = "forward", settings: Settings = PLAIN_SETTINGS) -> bool:
+def runs_tf32(
+    x: Tensor,
+    weight: Tensor,
+    of: str = "forward",
+    settings: Settings = PLAIN_SETTINGS,
+    channels_last: bool | None = None,
+) -> bool:
     """Does eager run TF32 in convolving x, or in the gradient "dx" or "dw"? False, too, where it can't be asked and hasn't been: while a graph is
-    captured or code is traced, or where there is no memory for it."""
+    captured or code is traced, or where there is no memory for it. channels_last: are they so in eager? None: as they are."""
     if x.device.type != "cuda" or not library.may_run_tf32(x):
         return False
     if not all(type(size) is int for size in x.shape):
         return False
-    cudnn, channels_last = torch.backends.cudnn, library.is_channels_last(x, weight)
+    cudnn = torch.backends.cudnn
+    if channels_last is None:
+        channels_last = library.is_channels_last(x, weight)
     flags = (
         cudnn.version(),
         cudnn.benchmark,

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from . import source, strips
+from . import between, source, strips
 from .algebra import factored, reordered
 from .cases import Case
 from .graph import ELEMENTS, Facts, Node, Space, down_to, order
@@ -42,12 +42,13 @@ class Kind(NamedTuple):
     few_channels: bool  # a byte counts them
     exact_order: bool
     own: source.Own
+    operand: bool = False  # is y the next convolution's?
 
 
 def kind_for(case: Case) -> Kind:
     own = strips.own(case.segment.conv, case.x, case.weight) if case.device == "cpu" else source.Own()
     few = bool(case.weight.shape[0] <= 256)  # of a compiler's sizes, too, a key
-    return Kind(case.device, case.saving, few, case.exact_order, own)
+    return Kind(case.device, case.saving, few, case.exact_order, own, case.segment.result == between.OPERAND)
 
 
 def composed_of(segment, kind: Kind) -> Composed:
@@ -88,6 +89,7 @@ def _compose(segment, kind: Kind) -> Composed:
         joins=kind.device == "cuda" or kind.own.convolution,
         on_cpu=kind.device == "cpu",
     )
+    ahead.operand = "y" if kind.operand else ""
     if kind.saving and (small := [array for array in saved if array.space.small]):
         ahead.kept = back.kept = small
         saved = [*[array for array in saved if array not in small], source.KEPT]

@@ -84,7 +84,14 @@ def _build(case: Case) -> dict:
     name = "tail_" + source.identifier(case.segment.conv.name)
     composed = composed_of(case.segment, kind_for(case))
     layout = {"CHANNELS_LAST": "1"} if _is_last(case, composed) else {}
+    if layout and _rounds(case.segment, case.x):
+        layout["FOR_TF32"] = "1"
     return {"name": name, "source": composed.text, "device": case.device, "defines": case.defines | layout}
+
+
+def _rounds(segment, x: Tensor) -> bool:
+    """Are operands channels last, in planes in eager, and TF32 (between.py)?"""
+    return segment.result is not None and x.dtype == torch.float32
 
 
 def _is_last(case: Case, composed: Composed) -> bool:
@@ -118,13 +125,20 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
     found, request = Plan.of(case), _build(case)
     found.kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     found.convolution = library.Convolution.of(case.segment.conv, case.weight)
-    found.own, found.last = own, _is_last(case, found.composed)
-    found.runs = PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
+    _set_layout(found, case, own is not None)
+    found.own = own
     found.layout = _turned(found, found.composed.forward, found.runs)
     _divide(found, case.arguments)
     found.pieces = () if piece else _pieces(found, case, edited)
     _set_launch(found, case.arguments, piece)
     return found
+
+
+def _set_layout(plan: Plan, case: Case, own: bool) -> None:
+    plan.last = _is_last(case, plan.composed)
+    plan.runs = PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
+    if plan.last:
+        plan.runs = FOR_TF32 if _rounds(case.segment, case.x) else TURNED
 
 
 def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
@@ -348,7 +362,7 @@ def _convolved(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
     if plan.own:
         return plan.own(x, weight)
     if plan.last:
-        return library.aligned(library.convolve(plan.convolution, x, weight, lambda t: t).movedim(1, -1))
+        return library.aligned(library.convolve(plan.convolution, x, weight, _operands(plan)).movedim(1, -1))
     return _laid_out(plan, x, weight) if plan.runs else library.convolve(plan.convolution, x, weight)
 
 
@@ -498,7 +512,7 @@ def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
     if not served or segment.conv.groups > 1:
         return PLANES
     if library.is_channels_last(x, weight):
-        return TURNED
+        return FOR_TF32 if _rounds(segment, x) else TURNED
     if weight.dim() == 5 and x.dtype == torch.float32 and of != "forward":
         return PLANES
     around = library.padding(segment.conv, weight)
@@ -531,7 +545,9 @@ def _convolution_gradients(
     N, C, size = plan.sizes.N, plan.sizes.C, plan.sizes.levels["e"][5 - x.dim() :]
     if plan.last:
         dz = dz.view(N, *size, C).movedim(-1, 1)
-        return library.convolve_backward(plan.convolution, dz, x, weight, wanted, lambda t: t)
+        dx, dw = library.convolve_backward(plan.convolution, dz, x, weight, wanted, _operands(plan))
+        turned = dx is not None and not library.is_channels_last(x, weight)
+        return _in_planes(plan, dx) if turned else dx, dw
     if not layout:
         return library.convolve_backward(plan.convolution, dz, x, weight, wanted)
     if _turned(plan, plan.composed.backward, layout):
@@ -544,6 +560,11 @@ def _convolution_gradients(
     if dx is not None and not library.is_channels_last(x, weight):
         dx = _in_planes(plan, dx)
     return dx, dw
+
+
+def _operands(plan: Plan) -> Callable:
+    """How the library gets x and the filters, where all arrays are channels last: as they are, where that is eager's way."""
+    return functools.partial(_channels_last, plan, layout=plan.runs) if plan.segment.result else lambda t: t
 
 
 def _channels_last(plan: Plan, t: Tensor, layout: int) -> Tensor:
@@ -587,8 +608,7 @@ def saved(case: Case) -> list[tuple[list[int], torch.dtype]]:
 def describe(case: Case, own: str | None = None) -> str:
     """What a plan for it runs, in words; nothing is built. own: what convolves in the library's place. Raises Unsupported."""
     found = Plan.of(case)
-    found.last = _is_last(case, found.composed)
-    found.runs = PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
+    _set_layout(found, case, own is not None)
     _divide(found, case.arguments)
     return _words(found, own, backward_in_words(found, case.x, case.weight) if case.saving else "")
 

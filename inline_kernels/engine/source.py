@@ -485,6 +485,7 @@ class _Text:
                 else:
                     self.writes_dz |= array.name == "dz"
                     write = "write_v" if self.program.turns and array.name == "dz" else "write"
+                    write = "write_operand" if array.name == self.program.operand else write
                     point.lines.append(f"at.{write}({to}, {self._broadcast(node, point)});")
                 continue
             name = _total_of(key)

@@ -32,6 +32,7 @@ def alone(case: Case) -> Case:
             graph = Graph(segment.graph.dimensions)
             own = {"graph": graph, "outputs": [graph.leaf("z", ELEMENTS, "z")], "inputs": segment.inputs[:1]}
             own |= {
+                "result": None,
                 "parameters": segment.parameters[:1],
                 "buffers": [],
                 "scalars": {},
@@ -44,6 +45,8 @@ def alone(case: Case) -> Case:
 
 def _convolving(case: Case):
     """The schedule that convolves. Raises Unsupported."""
+    if case.stays_last:
+        raise Unsupported("its result stays channels last for the next convolution")
     refused = []
     for by in _BY:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import inline_loader
 
-from . import capture, support, timed
+from . import between, capture, support, timed
 from .code import Code, without_memory
 from .edited import Edit, the_same_launcher
 from .guards import Guards, SideEffects, recorded
@@ -21,16 +22,17 @@ from .support import NOT_THE_MODEL
 
 
 class Structure:
-    """The model as it was captured for inputs of a `kind`: (dimensions, device, dtype), or None.
+    """The model as it was captured for inputs of a `kind`: (dimensions, device, dtype, is the first on a GPU, and not in planes?), or None.
 
     `run(model, *inputs)` is the captured code, None where there is none, for the `reason`; `watched` is the same where something sees
-    operators by themselves. `built`: have the kernels of the first call been built?
+    operators by themselves: its segments, `plain`, give results as eager's do. `built`: have the kernels of the first call been built?
     """
 
     def __init__(self, model: nn.Module, base: type, kind: tuple | None):
         self.kind, self.generation = kind, inline_loader.generation
-        self.run = self.watched = self.code = None
+        self.run = self.code = None
         self.parts: list[Part] = []
+        self.segments: Sequence = ()
         # Shared with the parts, from which there is no way here.
         self.asked, self.stale = Asked(model), types.SimpleNamespace(is_so=False)
         self.settings = timed.settings() if options_of(model).tune else None
@@ -52,22 +54,40 @@ class Structure:
             self._bind(model, captured)
 
     def _bind(self, model: nn.Module, captured) -> None:
-        self.parts = [
-            Part(segment, model, captured, self.guards, self.stale, self.asked)
-            for segment in captured.segments
-        ]
-        for node in captured.module.graph.nodes:
-            if node.target in captured.segments:
-                self.parts[captured.segments.index(node.target)].guard_once(node.args)
+        self.segments, self.constants = captured.segments, captured.constants
+        self.parts = self._parts(model, results := self._results(model, captured))
+        self._are_plain = not any(results)
         graph = captured.module.graph
+        for node in graph.nodes:
+            if node.target in self.segments:
+                self.parts[self.segments.index(node.target)].guard_once(node.args)
         self.arguments = [node.target for node in graph.nodes if node.op == "placeholder"]
         self.remarks = {**_altered(graph, model), **captured.opaque, **captured.remarks}
         self.code = Code(graph, captured.constants, captured.segments)
-        self.constants = captured.constants
         self.graph = fx.Graph()  # which has no way to modules, as the captured one has
         self.graph.output(self.graph.graph_copy(graph, {}))
         self.run = self.code.function(self.parts)
-        self.watched = self.code.function([part.watched for part in self.parts])
+
+    def _results(self, model: nn.Module, captured) -> Sequence[str | None]:
+        """The layouts of the segments' results (between.py)."""
+        _, device, _, last = self.kind
+        if device.type == "cuda" and not last:
+            return between.results(captured, model)
+        return [None] * len(self.segments)
+
+    def _parts(self, model: nn.Module, results: Sequence[str | None]) -> list[Part]:
+        return [
+            Part(segment.with_result(result), model, self.constants, self.guards, self.stale, self.asked)
+            for segment, result in zip(self.segments, results)
+        ]
+
+    @functools.cached_property
+    def plain(self) -> list[Part]:
+        return self.parts if self._are_plain else self._parts(self.parts[0].model(), [None] * len(self.parts))
+
+    @functools.cached_property
+    def watched(self) -> Callable:
+        return self.code.function([part.watched for part in self.plain])
 
     def holds(self, model: nn.Module) -> bool:
         """Is the model what it was, but for numbers that only kernels read?"""
@@ -84,7 +104,7 @@ class Structure:
         return True
 
     def _forget(self) -> None:
-        for part in self.parts:
+        for part in {*self.parts, *vars(self).get("plain", ())}:
             part.forget()
 
     def is_of(self, other: Structure) -> bool:

@@ -4,7 +4,8 @@
 // Arrays are contiguous and aligned to 16 bytes. A thread takes kPack neighbours at a time, at multiples of so many in
 // the whole array; what stands before the first and after the last such in a plane goes alone.
 //
-// With CHANNELS_LAST, arrays of positions and channels are (N, S, C). Then lanes have neighbouring channels, and a block some planes.
+// With CHANNELS_LAST, arrays of positions and channels are (N, S, C). Then lanes have neighbouring channels, and a block some planes. With
+// FOR_TF32 what the library convolves next is rounded to that.
 #pragma once
 #include "load/extent.h"
 #include "load/extreme.cuh"
@@ -15,9 +16,20 @@ namespace load {
 #ifndef CHANNELS_LAST
 #define CHANNELS_LAST 0
 #endif
-constexpr bool kLast = CHANNELS_LAST;
+#ifndef FOR_TF32
+#define FOR_TF32 0
+#endif
+constexpr bool kLast = CHANNELS_LAST, kRounds = FOR_TF32;
 constexpr int kPlaneThreads = 256;
 constexpr int kPack = sizeof(value_t) == 2 ? 8 : 4;
+
+// The nearest value of TF32's, ties away from zero (cvt.rna.tf32): so the library rounds operands in planes; from operands in channels
+// last a tensor core cuts the other bits off. No other type runs in TF32.
+__device__ inline float nearest_tf32(float v) {
+  const bool stays_finite = fabsf(v) < 0x1.ffep127f;  // and is not NaN
+  return stays_finite ? __uint_as_float((__float_as_uint(v) + 0x1000) & ~0x1fffu) : v;
+}
+template <class T> __device__ T nearest_tf32(T v) { return v; }
 
 // Loads and stores of at most 16 bytes.
 template <class E, int K> struct alignas(sizeof(E) * K < 16 ? sizeof(E) * K : 16) Memory {
@@ -61,7 +73,13 @@ template <int K> struct Point {
       *reinterpret_cast<Memory<E, K>*>(to + offset()) = memory;
     }
   }
-  template <class X> __device__ __forceinline__ void write_v(value_t* to, const X& x) const { write(to, x); }
+  // An operand of the library's.
+  template <class E, class X> __device__ __forceinline__ void write_operand(E* to, const X& x) const {
+    if constexpr (!kRounds) write(to, x);
+    else if constexpr (K == 1) write(to, nearest_tf32(x));
+    else write(to, lanes<K>([&](int i) { return nearest_tf32(lane_of(x, i)); }));
+  }
+  template <class X> __device__ __forceinline__ void write_v(value_t* to, const X& x) const { write_operand(to, x); }
   // The mask of a dropout by (sample, channel, position): four neighbours share a draw. which: of a pass's dropouts.
   __device__ __forceinline__ auto kept(const int64_t* seed, int64_t number, int which, double probability) const {
     const uint64_t drawn_by = seed_of(seed, number) + which * 0x9E3779B97F4A7C15u;

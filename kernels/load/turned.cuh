@@ -16,17 +16,9 @@ namespace load {
 enum Layout : int64_t {
   kPlanes,    // all (N, C, S)
   kTurned,    // the convolution's side (N, S, C)
-  kForTf32,   // … and its operands rounded to TF32, see nearest_tf32
+  kForTf32,   // … and its operands rounded to TF32, by nearest_tf32
   kUnits,     // the gradient of v in units, see load/units.cuh
 };
-
-// The nearest value of TF32's, ties away from zero (cvt.rna.tf32): so the library rounds operands in eager's
-// layout; from operands in channels last a tensor core cuts the other bits off. No other type runs in TF32.
-__device__ inline float nearest_tf32(float v) {
-  const bool stays_finite = fabsf(v) < 0x1.ffep127f;  // and is not NaN
-  return stays_finite ? __uint_as_float((__float_as_uint(v) + 0x1000) & ~0x1fffu) : v;
-}
-template <class T> __device__ T nearest_tf32(T v) { return v; }
 
 constexpr int kTilePositions = 32 * kPack, kTileChannels = 128 / sizeof(value_t), kRowVector = 16 / sizeof(value_t);
 

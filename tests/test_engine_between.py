@@ -1,0 +1,195 @@
+"""Which results stay channels last between a model's convolutions, and that all is right there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.networks import NETWORKS
+from inline_kernels import fuse
+from inline_kernels.bench import checks, compare
+from inline_kernels.engine import between, library, precision, schedule
+from inline_kernels.engine.between import ENDS, KEPT, OPERAND
+from inline_kernels.engine.capture import capture
+from inline_kernels.engine.structure import Structure
+from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
+
+
+class Chain(nn.Module):
+    """Two convolutions, and what stands `between` them; `leaves`: the first one's result, too, does."""
+
+    def __init__(self, between=None, leaves: bool = False, channels: int = 32, **second):
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.between, self.leaves = between or nn.Identity(), leaves
+        self.second = nn.Conv2d(channels, 32, 3, **second)
+
+    def forward(self, x):
+        x = F.silu(self.first(x))
+        y = F.silu(self.second(self.between(x)))
+        return (x, y) if self.leaves else y
+
+
+def results(model: nn.Module) -> list[str | None]:
+    return between.results(capture(model, model.training, 4), model)
+
+
+def test_what_is_kept():
+    assert results(Chain()) == [OPERAND, ENDS]
+    assert results(Chain(nn.MaxPool2d(2))) == [OPERAND, ENDS]
+    resnet = results(NETWORKS["resnet18"].model())
+    assert resnet.count(OPERAND) == 16 and resnet.count(KEPT) == 3 and resnet[-1] == ENDS
+    unet = results(NETWORKS["unet"].model())
+    assert unet.count(OPERAND) == 13 and unet[-1] == ENDS
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Chain(leaves=True),
+        Chain(channels=16),
+        Chain(nn.Flatten(2)),
+        Chain(nn.AlphaDropout()),
+        Chain(nn.LayerNorm(8)),
+        Chain(groups=2),
+        Chain(padding=1, padding_mode="reflect"),
+        Chain().to(memory_format=torch.channels_last),
+    ],
+    ids=["a result of the model", "few channels", "flat", "drawn in memory's order", "over columns", "groups", "reflected", "filters"],
+)  # fmt: skip
+def test_what_is_not_kept(model):
+    assert {*results(model)} == {None}
+
+
+def test_hooks_see_what_eager_gives():
+    model = Chain(nn.MaxPool2d(2))
+    model.between.register_forward_hook(lambda *given: None)
+    assert {*results(model)} == {None}
+
+
+# ------------------------------------------------------------------------------------------------------------------ what runs
+
+
+class Branches(nn.Module):
+    """Two convolutions whose sum, a residual, is pooled, beside a mean; the first one's stride halves the image."""
+
+    def __init__(self, channels: int = 8):
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, 2, 1)
+        self.left, self.right = nn.Conv2d(channels, channels, 3, padding=1), nn.Conv2d(channels, channels, 1)
+        self.norm, self.last = nn.BatchNorm2d(channels), nn.Conv2d(2 * channels, 5, 3)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        y = F.silu(self.norm(self.left(x)) + torch.tanh(self.right(x)))
+        return torch.sigmoid(self.last(torch.cat([F.max_pool2d(x, 2), F.max_pool2d(y, 2)], 1))) * x.mean((2, 3))[:, :5, None, None]
+
+
+MODELS = {
+    "chain": (Chain, (2, 3, 9, 10)),
+    "branches": (Branches, (2, 3, 17, 20)),
+    "resnet18": (NETWORKS["resnet18"].small_model, (2, 3, 64, 64)),
+    "unet": (NETWORKS["unet"].small_model, (2, 3, 16, 12)),
+}
+
+
+@pytest.fixture
+def layouts(gpu, monkeypatch):  # noqa: F811
+    """A CPU is a GPU whose library runs TF32; of each convolution's x the memory format."""
+    gpu()
+    found = []
+    convolve = library.convolve
+
+    def noted(how, x, weight, laid_out=None):
+        found.append(library.is_channels_last(x))
+        return convolve(how, x, weight, laid_out)
+
+    monkeypatch.setattr(library, "convolve", noted)
+    monkeypatch.setattr(library, "may_run_tf32", lambda x: x.dtype == torch.float32)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *given, **settings: True)
+    monkeypatch.setattr(between, "FEWEST_CHANNELS", 4)
+    monkeypatch.setattr(Structure, "_results", lambda self, model, captured: between.results(captured, model))
+    return found
+
+
+@pytest.mark.parametrize("phase", ["forward", "train_dx"])
+@pytest.mark.parametrize("name", MODELS)
+def test_is_right(name, phase, layouts, monkeypatch):
+    """Without rounding, which a CPU's eager does not know."""
+    monkeypatch.setattr(schedule, "_rounds", lambda segment, x: False)
+    make, shape = MODELS[name]
+
+    def errors(number: int, cancelling: bool):
+        torch.manual_seed(number)
+        model = make().train()
+        compare.randomize(model)
+        found, complaints = checks.errors_of("", fuse(model), model, torch.randn(shape), phase, cancelling=cancelling)
+        assert not complaints
+        return found
+
+    wrong = [str(error) for error in checks.judged_on_draws(errors) if not error.share <= 1]
+    assert not wrong
+    assert not layouts[0] and any(layouts)
+
+
+@pytest.mark.parametrize("name", ["chain", "branches"])
+def test_operands_are_rounded(name, layouts, monkeypatch):
+    """Results, filters and gradients of v that a library convolves channels last have no more digits than TF32."""
+    seen = []
+    backward = library.convolve_backward
+
+    def noted(how, dz, x, weight, needs, laid_out=None):
+        seen.extend([dz, laid_out(x), laid_out(weight)])
+        return backward(how, dz, x, weight, needs, laid_out)
+
+    monkeypatch.setattr(library, "convolve_backward", noted)
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    fuse(make())(torch.randn(shape)).sum().backward()
+    assert len(seen) == 3 * len(layouts) and all(library.is_channels_last(t) or t.shape[2:] == (1, 1) for t in seen)
+    assert all((t.detach().contiguous().view(torch.int32) & 0x1FFF == 0).all() for t in seen)
+
+
+def test_results_lie_as_eagers(layouts):
+    torch.manual_seed(0)
+    model, x = Branches(), torch.randn(2, 3, 17, 20, requires_grad=True)
+    fast = fuse(model)
+    y = fast(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert y.stride() == model(x).stride() and dx.is_contiguous() and layouts == [False, True, True, True]
+
+
+def test_filters_channels_last_later(layouts):
+    """Then so are eager's results, the model's, too."""
+    torch.manual_seed(0)
+    model, x = Chain().eval(), torch.randn(2, 3, 9, 10)
+    fast = fuse(model)
+    with torch.no_grad():
+        before = fast(x)
+        fast.to(memory_format=torch.channels_last)
+        after = fast(x)
+    assert before.is_contiguous() and library.is_channels_last(after)
+    torch.testing.assert_close(before, after, rtol=1e-2, atol=1e-2)
+
+
+def test_in_half_precision(layouts):
+    torch.manual_seed(0)
+    model, x = Branches().bfloat16().eval(), torch.randn(2, 3, 17, 20).bfloat16()
+    with torch.no_grad():
+        torch.testing.assert_close(fuse(model)(x), model(x), rtol=0.05, atol=0.05)
+    assert layouts == [False, True, True, True]
+
+
+def test_who_watches_operators_sees_eagers_layouts(layouts):
+    """Of a traced model results are in planes, as what its operators say of them."""
+    torch.manual_seed(0)
+    model, x = Chain().eval(), torch.randn(2, 3, 9, 10)
+    fast = fuse(model)
+    with torch.no_grad():
+        fast(x)
+        torch.testing.assert_close(torch.func.vmap(fast)(x[None])[0], model(x), rtol=1e-2, atol=1e-2)
+    structure = fast._kept[0]
+    assert [part.segment.result for part in structure.plain] == [None, None]
+    assert [part.segment.result for part in structure.parts] == [OPERAND, ENDS]
