@@ -190,7 +190,8 @@ def convolve_backward(
     needs: Sequence[bool],
     laid_out: Callable | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and weight that are needed; that of weight lies as the weight does."""
+    """The gradients of x and weight that are needed; that of weight lies as the weight does, or, where operands are to be laid_out, as the library
+    gives it."""
     image, lies = x, weight_format(weight)
     if how.around:
         with torch.enable_grad():
@@ -202,7 +203,9 @@ def convolve_backward(
     dx, dw, _ = _convolution_backward(dz, image, weight, *how.behind, (*needs, False))
     if needs[0] and how.around:
         (dx,) = torch.autograd.grad(padded, x, dx)
-    return dx if needs[0] else None, dw.contiguous(memory_format=lies) if needs[1] else None
+    if needs[1] and not laid_out:
+        dw = dw.contiguous(memory_format=lies)
+    return dx if needs[0] else None, dw if needs[1] else None
 
 
 def winograd_suits(terms: int, C: int) -> bool:

@@ -545,21 +545,19 @@ def _convolution_gradients(
     N, C, size = plan.sizes.N, plan.sizes.C, plan.sizes.levels["e"][5 - x.dim() :]
     if plan.last:
         dz = dz.view(N, *size, C).movedim(-1, 1)
-        dx, dw = library.convolve_backward(plan.convolution, dz, x, weight, wanted, _operands(plan))
-        turned = dx is not None and not library.is_channels_last(x, weight)
-        return _in_planes(plan, dx) if turned else dx, dw
-    if not layout:
+        laid_out = _operands(plan)
+    elif not layout:
         return library.convolve_backward(plan.convolution, dz, x, weight, wanted)
-    if _turned(plan, plan.composed.backward, layout):
-        dz = dz.view(N, *size, C).movedim(-1, 1)
     else:
-        dz = _channels_last(plan, dz.view(N, C, *size), layout)
-    dx, dw = library.convolve_backward(
-        plan.convolution, dz, x, weight, wanted, lambda t: _channels_last(plan, t, layout)
-    )
+        turned = _turned(plan, plan.composed.backward, layout)
+        dz = dz.view(N, *size, C).movedim(-1, 1) if turned else _channels_last(plan, dz.view(N, C, *size), layout)
+        laid_out = functools.partial(_channels_last, plan, layout=layout)
+    dx, dw = library.convolve_backward(plan.convolution, dz, x, weight, wanted, laid_out)
     if dx is not None and not library.is_channels_last(x, weight):
         dx = _in_planes(plan, dx)
-    return dx, dw
+    if dw is not None and library.is_channels_last(dw) and not library.is_channels_last(weight):
+        dw = _in_planes(plan, dw)
+    return dx, dw if dw is None else dw.contiguous(memory_format=library.weight_format(weight))
 
 
 def _operands(plan: Plan) -> Callable:
