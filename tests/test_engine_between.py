@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from torch import nn
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
 from inline_kernels.bench import checks, compare
-from inline_kernels.engine import between, library, precision, schedule
+from inline_kernels.engine import between, capture as capturing, library, precision, schedule
 from inline_kernels.engine.between import ENDS, KEPT, OPERAND
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.structure import Structure
@@ -33,7 +35,7 @@ class Chain(nn.Module):
 
 
 def results(model: nn.Module) -> list[str | None]:
-    return between.results(capture(model, model.training, 4), model)
+    return [segment.result for segment in between.laid_out(capture(model, model.training, 4, bare=True), model)]
 
 
 def test_what_is_kept():
@@ -42,7 +44,9 @@ def test_what_is_kept():
     resnet = results(NETWORKS["resnet18"].model())
     assert resnet.count(OPERAND) == 16 and resnet.count(KEPT) == 3 and resnet[-1] == ENDS
     unet = results(NETWORKS["unet"].model())
-    assert unet.count(OPERAND) == 13 and unet[-1] == ENDS
+    assert unet.count(OPERAND) == 14 and unet[-1] == ENDS
+    assert results(NETWORKS["vae_block"].model()) == [OPERAND, OPERAND, ENDS]
+    assert results(Before(32)) == [KEPT, OPERAND, KEPT, OPERAND, OPERAND, ENDS]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,24 @@ class Branches(nn.Module):
         return torch.sigmoid(self.last(torch.cat([F.max_pool2d(x, 2), F.max_pool2d(y, 2)], 1))) * x.mean((2, 3))[:, :5, None, None]
 
 
+class Before(nn.Module):
+    """Norms stand before convolutions, in training with running statistics; of one the input is a sum that is used twice."""
+
+    def __init__(self, channels: int = 8):
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.norm, self.again = nn.BatchNorm2d(channels), nn.GroupNorm(2, channels)
+        self.one, self.two, self.last = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(3))
+
+    def forward(self, x):
+        x = self.stem(x) * 2.0
+        x = x + self.one(F.relu(self.norm(x)))
+        return self.last(x + torch.tanh(self.two(F.silu(self.again(x)))))
+
+
 MODELS = {
+    "before": (Before, (2, 3, 7, 8)),
+    "vae_block": (NETWORKS["vae_block"].small_model, (2, 16, 9, 11)),
     "chain": (Chain, (2, 3, 9, 10)),
     "branches": (Branches, (2, 3, 17, 20)),
     "resnet18": (NETWORKS["resnet18"].small_model, (2, 3, 64, 64)),
@@ -110,7 +131,8 @@ def layouts(gpu, monkeypatch):  # noqa: F811
     monkeypatch.setattr(library, "may_run_tf32", lambda x: x.dtype == torch.float32)
     monkeypatch.setattr(precision, "runs_tf32", lambda *given, **settings: True)
     monkeypatch.setattr(between, "FEWEST_CHANNELS", 4)
-    monkeypatch.setattr(Structure, "_results", lambda self, model, captured: between.results(captured, model))
+    monkeypatch.setattr(capturing, "capture", lambda *given, **_: capture(*given, bare=True))
+    monkeypatch.setattr(Structure, "_laid_out", lambda self, model, captured: between.laid_out(captured, model))
     return found
 
 
@@ -118,7 +140,7 @@ def layouts(gpu, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("name", MODELS)
 def test_is_right(name, phase, layouts, monkeypatch):
     """Without rounding, which a CPU's eager does not know."""
-    monkeypatch.setattr(schedule, "_rounds", lambda segment, x: False)
+    monkeypatch.setattr(schedule, "_is_between", lambda segment, x: False)
     make, shape = MODELS[name]
 
     def errors(number: int, cancelling: bool):

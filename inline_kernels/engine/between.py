@@ -2,7 +2,8 @@
 
 In planes each result would be turned for the next convolution, and its gradient once more. A segment's result is an OPERAND if all that reads it,
 over calls of PyTorch's that give the same values in either layout, are convolutions of 32 channels or more, segments that add it to theirs, and
-means over positions. What is only added there is KEPT as well. Other results END it: they come in planes, though x may not.
+means over positions. What is only added there is KEPT as well. Other results END it: they come in planes, though x may not. A norm
+without a convolution is treated as what is added.
 
 In float32 tensor cores cut operands off in channels last that the library rounds in planes. So an operand is rounded to TF32 where it is written, and
 filters and gradients of v are, too. That costs nothing where eager runs the next convolution in TF32; else its error is the one that eager's own
@@ -31,19 +32,19 @@ _FUNCTIONS = {
 _METHODS = {"relu", "add", "mul"}
 
 
-def results(captured: Captured, model: nn.Module) -> list[str | None]:
-    """Of each segment: how its result lies; None: as eager's. The model's images come in planes, and so do its filters."""
+def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
+    """The segments, with what they are to know of their results. The model's images come in planes, and so do its filters."""
     segments = captured.segments
-    filters = [_weight(model, segment) for segment in segments]
-    nothing = [None] * len(segments)
-    if any(library.is_channels_last(weight) for weight in filters):
-        return nothing
-    fit = {segment: _fits(segment, weight) for segment, weight in zip(segments, filters)}
+    filters = {segment: _weight(model, captured, segment) for segment in segments}
+    if any(library.is_channels_last(weight) for weight in filters.values()):
+        return segments
     found: dict[Segment, str] = {}
-    for node in reversed(captured.module.graph.nodes):  # what reads it is known
-        if node.target in fit:
-            found[node.target] = _result(node, fit, found, model) if _has_positions(node.target) else ENDS
-    return [found[segment] for segment in segments] if OPERAND in found.values() else nothing
+    nodes = {node.target: node for node in captured.module.graph.nodes if node.target in filters}
+    for segment in reversed(segments):  # what reads it is known
+        found[segment] = _result(nodes[segment], filters, found, model) if _has_positions(segment) else ENDS
+    if OPERAND not in found.values():
+        return segments
+    return [segment.with_result(found[segment], _readers(nodes[segment], filters)) for segment in segments]
 
 
 def is_kept(segment: Segment, x: Tensor, weight: Tensor) -> bool:
@@ -52,13 +53,29 @@ def is_kept(segment: Segment, x: Tensor, weight: Tensor) -> bool:
         return False
     if x.element_size() == 2 or segment.result == KEPT:
         return x.element_size() == 2 or library.may_run_tf32(x)
+    if segment.conv.is_nothing:
+        asked = [(torch.empty(shape, device="meta"), settings) for shape, settings in segment.read_by]
+    else:
+        asked = [(weight, _settings(segment, weight))]
+    return bool(asked) and all(precision.runs_tf32(x, filters, "forward", settings, False) for filters, settings in asked)
+
+
+def _settings(segment: Segment, weight: Tensor) -> precision.Settings:
     around = library.padding(segment.conv, weight)
-    settings = precision.Settings(segment.conv.stride, [before for before, _ in around], segment.conv.dilation)
-    return precision.runs_tf32(x, weight, "forward", settings, channels_last=False)
+    return precision.Settings(segment.conv.stride, tuple(before for before, _ in around), segment.conv.dilation)
 
 
-def _weight(model: nn.Module, segment: Segment) -> Tensor:
-    return model.get_parameter(segment.parameters[0])
+def _weight(model: nn.Module, captured: Captured, segment: Segment) -> Tensor:
+    name = segment.parameters[0]
+    return captured.constants[name] if name in captured.constants else model.get_parameter(name)
+
+
+def _readers(node: fx.Node, filters: dict[Segment, Tensor]) -> tuple:
+    """Of a norm: the filters' shapes, and settings, of the convolutions that read it at once."""
+    if not node.target.conv.is_nothing:
+        return ()
+    users = [user.target for user in node.users if user.target in filters and not user.target.conv.is_nothing]
+    return tuple((tuple(filters[user].shape), _settings(user, filters[user])) for user in users)
 
 
 def _fits(segment: Segment, weight: Tensor) -> bool:
@@ -69,19 +86,23 @@ def _fits(segment: Segment, weight: Tensor) -> bool:
 
 
 def _has_positions(segment: Segment) -> bool:
-    return segment.axes == ("n", "c", "0", "1") and segment.conv.groups == 1
+    return segment.axes == ("n", "c", "0", "1") and (segment.conv.groups == 1 or segment.conv.is_nothing)
 
 
-def _result(node: fx.Node, fit: dict[Segment, bool], results: dict[Segment, str], model: nn.Module) -> str:
-    """fit: does a segment convolve images in channels last? results: of those behind."""
+def _result(
+    node: fx.Node, filters: dict[Segment, Tensor], results: dict[Segment, str], model: nn.Module
+) -> str:
+    """results: of those behind."""
     ways, seen, uses = [node], {node}, set()
     while ways:
         value = ways.pop()
         for user in value.users:
-            if user.target in fit:
-                convolved, added = user.args[0] is value, value in user.args[1:]
-                in_planes = results[user.target] == ENDS and _has_positions(user.target)
-                if convolved and not fit[user.target] or added and in_planes:
+            if user.target in filters:
+                segment = user.target
+                convolved = user.args[0] is value and not segment.conv.is_nothing
+                added = value in user.args[1:] or user.args[0] is value and segment.conv.is_nothing
+                in_planes = results[segment] == ENDS and _has_positions(segment)
+                if convolved and not _fits(segment, filters[segment]) or added and in_planes:
                     return ENDS
                 uses |= {OPERAND} if convolved else {KEPT}
             elif not (_is_mean(user) or _gives_the_same(user, model)):

@@ -2,7 +2,7 @@
 
 `capture(model, training, x_dim)` traces the forward (tracing.py) and lets a segment grow from each convolution, down over the calls that
 the table of operations takes (ops.py), values used twice among them. It is cut where one value alone leaves it, at the place that keeps
-the most calls. What comes from outside (residuals) is an input. Everything else stays PyTorch's.
+the most calls. A norm that no convolution precedes begins one, too, on a GPU: its convolution gives x itself. What comes from outside (residuals) is an input. Everything else stays PyTorch's.
 
 Nothing here depends on sizes but on the convolution's channels: a segment serves any batch and image. That a second input has the shape
 that its leaf's space says is for the caller to check, at each call.
@@ -10,6 +10,7 @@ that its leaf's space says is for the caller to check, at each call.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ __all__ = ["Captured", "Conv", "NotCaptured", "Segment", "Update", "capture"]
 
 
 class Conv(NamedTuple):
-    """The convolution. `name`: the module, or "" for a call of the function. `padding`: by axis, or "same"."""
+    """The convolution. `name`: the module, or "" for a call of the function. `padding`: by axis, or "same". is_nothing: it gives x itself, and a tensor
+    of ones stands for its filters."""
 
     name: str
     nd: int
@@ -36,7 +38,7 @@ class Conv(NamedTuple):
     dilation: tuple[int, ...]
     groups: int
     padding_mode: str = "zeros"
-    transposed: bool = False
+    is_nothing: bool = False
 
 
 class Segment:
@@ -46,8 +48,8 @@ class Segment:
     `inputs` (leaves; the first is the convolution's x, which the tail doesn't have), `parameters` (qualified names: weight, bias if there is
     one, the tail's), `buffers`, `scalars` (qualified attribute name -> leaf), `modules` (name -> class and the settings read from it),
     `random`, `updates` (batch norms in training), `channels`, `eager` (the calls that the segment stands for, as a graph: placeholders in
-    the inputs' order), `stopped` (why it ends where it does), `digest` (equal for segments that differ in names alone), `result` (its
-    layout, as between.py says; None: eager's)."""
+    the inputs' order), `stopped` (why it ends where it does), `digest` (equal for segments that differ in names alone), `result`, `read_by` (its
+    layout, and what a norm's hangs on, as between.py says; None: eager's)."""
 
     def __init__(self, **fields: Any):
         self.__dict__.update(fields)
@@ -71,9 +73,13 @@ class Segment:
     stopped: str
     digest: str
     result: str | None = None
+    read_by: tuple = ()
 
-    def with_result(self, result: str | None) -> Segment:
-        return Segment(**vars(self) | {"result": result, "digest": f"{self.digest}_{result}"}) if result else self
+    def with_result(self, result: str | None, read_by: tuple) -> Segment:
+        if result is None:
+            return self
+        reader = hashlib.sha256(repr(read_by).encode()).hexdigest()[:8] if read_by else ""
+        return Segment(**vars(self) | {"result": result, "read_by": read_by, "digest": f"{self.digest}_{result}{reader}"})
 
     @property
     def tensors(self) -> list[str]:
@@ -110,7 +116,7 @@ class Captured(NamedTuple):
 
 
 def capture(model: nn.Module, training: bool, x_dim: int, bare: bool = False) -> Captured:
-    """bare: does a convolution with a bias alone become a segment, too? On a GPU the library adds the bias in a pass of its own. Raises
+    """bare: do convolutions with a bias alone become segments, and norms without one? On a GPU PyTorch's take passes of their own. Raises
     NotCaptured with the reason, and the line of the model's source where there is one."""
     if training != model.training:
         raise ValueError(f"training={training}, and the model's own is {model.training}")
@@ -121,14 +127,14 @@ def capture(model: nn.Module, training: bool, x_dim: int, bare: bool = False) ->
     for node in traced.graph.nodes:
         if node not in context.owner and _conv_arguments(context, node) is not None:
             try:
-                growth = _Growth(context, node)
-                growth.cut()
+                grown.append(_grown(context, node))
             except NotAccepted as reason:
                 remarks[_name_of(node)] = str(reason)
-                continue
-            for member in growth.members:
-                context.owner[member] = growth
-            grown.append(growth)
+    for node in traced.graph.nodes if bare and grown else ():
+        if node not in context.owner and _is_norm(context, node):
+            with contextlib.suppress(NotAccepted):
+                grown.append(_grown(context, node))
+    grown.sort(key=lambda growth: context.place[growth.result])
     segments = [growth.segment(i) for i, growth in enumerate(grown)]
     graph = _replaced(context, grown, segments)
     attributes = {
@@ -170,6 +176,11 @@ class _Context:
         path, _, last = name.rpartition(".")
         owner = self.attribute(path) if path else self.model
         return name not in self.traced.constants and last in getattr(owner, "_parameters", ())
+
+    def ones(self, channels: int, nd: int) -> torch.Tensor:
+        """Filters that leave x as it is, of the type and on the device of the model's."""
+        like = next(t for t in self.model.parameters() if t.is_floating_point())
+        return torch.ones(channels, *[1] * (nd + 1), dtype=like.dtype, device=like.device)
 
     def value_of(self, name: str) -> float:
         self.values.add(name)
@@ -239,7 +250,31 @@ def _conv(node: fx.Node, a: dict[str, Any]) -> Conv:
         dilation=_each(a["dilation"], nd),
         groups=a["groups"],
         padding_mode=a["padding_mode"],
+        is_nothing=a.get("is_nothing", False),
     )
+
+
+_NORMS = {"group_norm", "instance_norm", "batch_norm"}
+
+
+def _is_norm(context: _Context, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        own = ops.MODULES.get(type(context.attribute(node.target)))
+        return own is not None and own.row in _NORMS
+    row = ops.find(node.target) if node.op == "call_function" else None
+    return row is not None and row.name in _NORMS
+
+
+def _nothing_arguments(context: _Context, norm: fx.Node) -> dict[str, Any]:
+    """As of a convolution that gives what is normalised."""
+    x = norm.args[0] if norm.args and isinstance(norm.args[0], fx.Node) else None
+    shape = x is not None and context.shape(x)
+    if not shape or len(shape) != context.x_dim or len(shape) not in (4, 5):
+        raise NotAccepted("its input isn't known to be a batch of images")
+    channels, nd = shape[1], len(shape) - 2
+    ones = f"ones_{channels}"
+    context.traced.constants.setdefault(ones, context.ones(channels, nd))
+    return dict(x=x, weight=ones, bias=None, nd=nd, stride=1, padding=0, dilation=1, groups=channels, padding_mode="zeros", is_nothing=True)
 
 
 # ---- growth
@@ -267,20 +302,30 @@ _ALIASES = {
 }
 
 
-class _Growth:
-    """A segment in the making: from its convolution down over what the table takes."""
+def _grown(context: _Context, node: fx.Node) -> _Growth:
+    growth = _Growth(context, node)
+    growth.cut()
+    for member in growth.members:
+        context.owner[member] = growth
+    return growth
 
-    def __init__(self, context: _Context, conv: fx.Node):
-        self.context, self.conv_node = context, conv
-        arguments = _conv_arguments(context, conv)
-        self.conv = _conv(conv, arguments)
+
+class _Growth:
+    """A segment in the making: from its convolution, or a norm, down over what the table takes."""
+
+    def __init__(self, context: _Context, first: fx.Node):
+        self.context, self.first = context, first
+        arguments = _conv_arguments(context, first) or _nothing_arguments(context, first)
+        self.conv = _conv(first, arguments)
+        # Whose value is z: the convolution, or what is normalised.
+        self.conv_node = arguments["x"] if self.conv.is_nothing else first
         if context.x_dim != self.conv.nd + 2:
             raise NotAccepted(
                 f"the model's input has {context.x_dim} axes, a batch for it {self.conv.nd + 2}"
             )
         self.x: fx.Node = arguments["x"]
         weight = context.attribute(arguments["weight"])
-        if not context.is_parameter(arguments["weight"]):
+        if not (self.conv.is_nothing or context.is_parameter(arguments["weight"])):
             raise NotAccepted("its weight is no parameter")
         self.channels = weight.shape[0]
         self.tail = Tail(self.conv.nd, self.channels, context.value_of)
@@ -289,7 +334,7 @@ class _Growth:
         self.of_parameters: dict[fx.Node, Value] = {}
         self.attributes: dict[str, Value] = {}
         self.modules: dict[str, tuple[type, dict[str, Any]]] = {}
-        self.values: dict[fx.Node, Any] = {conv: self._start()}
+        self.values: dict[fx.Node, Any] = {self.conv_node: self._start()}
         self.updates: dict[fx.Node, list[Update]] = {}
         self.random: dict[fx.Node, list[Random]] = {}
         self.stops: dict[fx.Node, str] = {}
@@ -560,9 +605,13 @@ class _Growth:
             if not self._has_type_of_results(value):
                 continue
             members = self._members(node)
+            if self.first not in members:
+                continue
             leaks = any(user not in members for m in members if m is not node for user in m.users)
             if not leaks and (best is None or len(members) > best[0]):
                 best = len(members), node, members
+        if self.conv.is_nothing and (best is None or best[0] < 2):
+            raise NotAccepted("nothing follows the norm")
         if best is None or self.values[best[1]].node is self.values[self.conv_node].node:
             if not (self.context.bare and self.bias):
                 raise NotAccepted(self._why(self.conv_node))
@@ -570,8 +619,9 @@ class _Growth:
         _, self.result, self.members = best
 
     def _members(self, result: fx.Node) -> set[fx.Node]:
-        """What the result is computed from within this segment, with queries of it that lead nowhere else."""
-        return {*walk([result], lambda node: [a for a in node.all_input_nodes if a in self.values])}
+        """What the result is computed from within this segment."""
+        found = {*walk([result], lambda node: [a for a in node.all_input_nodes if a in self.values])}
+        return found - {self.x} if self.conv.is_nothing else found
 
     def _canonical(self, axes: tuple[str, ...]) -> bool:
         """In the order in which a result is written."""

@@ -70,7 +70,7 @@ def formula(segment) -> tuple[str, list[str], list[Hole]] | None:
     if len(segment.inputs) > 1 or segment.updates or len(segment.random) > 1:
         return None
     conv = segment.conv
-    plain = {*conv.stride, *conv.dilation, conv.groups} == {1} and not conv.transposed
+    plain = {*conv.stride, *conv.dilation, conv.groups} == {1} and not conv.is_nothing
     if not plain or isinstance(conv.padding, str) or any(conv.padding):
         return None
     tensors = [*segment.parameters, *segment.buffers]

@@ -453,6 +453,8 @@ def check(case: Case) -> None:
         raise Unsupported("convolutions of our own run on GPUs")
     if case.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise Unsupported(f"there are no kernels for results of {case.dtype}")
+    if case.segment.conv.is_nothing:
+        raise Unsupported("there is no convolution")
     if case.segment.conv.groups != 1:
         raise Unsupported("the convolution has groups")
     if case.stays_last and not mainloops.takes_last(case.x):

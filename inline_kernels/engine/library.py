@@ -149,7 +149,7 @@ def padding(conv, weight) -> list[tuple[int, int]]:
 
 class Convolution(NamedTuple):
     """The library's, as the model has it. around: what F.pad adds, in `mode`, where the convolution can't. behind: of its gradients, what comes
-    behind the tensors."""
+    behind the tensors. is_nothing: v is x itself."""
 
     run: Callable
     stride: tuple[int, ...]
@@ -159,6 +159,7 @@ class Convolution(NamedTuple):
     around: Sequence[int]
     mode: str
     behind: tuple
+    is_nothing: bool = False
 
     @classmethod
     def of(cls, conv, weight: Tensor) -> Convolution:
@@ -168,10 +169,16 @@ class Convolution(NamedTuple):
             inside, flat = (0,) * nd, [each for pair in reversed(around) for each in pair]
         run, mode = torch.conv2d if nd == 2 else torch.conv3d, "constant" if mode == "zeros" else mode
         behind = None, conv.stride, inside, conv.dilation, False, (0,) * nd, conv.groups
-        return cls(run, conv.stride, inside, conv.dilation, conv.groups, flat, mode, behind)
+        if conv.is_nothing:
+            run = _itself
+        return cls(run, conv.stride, inside, conv.dilation, conv.groups, flat, mode, behind, conv.is_nothing)
 
     def image(self, x: Tensor) -> Tensor:
         return torch.nn.functional.pad(x, self.around, mode=self.mode)
+
+
+def _itself(x: Tensor, *_) -> Tensor:
+    return x
 
 
 def convolve(how: Convolution, x: Tensor, weight: Tensor, laid_out: Callable | None = None) -> Tensor:
@@ -192,6 +199,8 @@ def convolve_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and weight that are needed; that of weight lies as the weight does, or, where operands are to be laid_out, as the library
     gives it."""
+    if how.is_nothing:
+        return dz if needs[0] else None, None
     image, lies = x, weight_format(weight)
     if how.around:
         with torch.enable_grad():

@@ -98,7 +98,7 @@ class Part:
         self.shared = next(iter(self.by_schedule.values()))  # all have the same arguments
         self.own = Names(segment)
         self.names, self.inputs = self.own.tensors, self.own.inputs
-        self.sources = [_source(model, name) for name in self.names[self.inputs :]]
+        self.sources = [_source(model, constants, name) for name in self.names[self.inputs :]]
         self.once = None  # gives of the tensors those that differ; None: all
         self.shapes = [table[last].shape for table, last in self.sources]
         self.eager_code = Code(segment.eager, constants).function()
@@ -310,6 +310,8 @@ class Part:
             return eager("a number is NaN")
         device = tensors[self.inputs].device
         autocast = support.autocast_dtype(given[0], device.type)
+        if autocast is not None and self.segment.conv.is_nothing:
+            return eager("autocast runs a norm without a convolution in its own type")
         if reason := self._misfit(tensors, device.type):
             return eager(reason)
         reference = Reference(self.shared, self.segment, self.modules, self.others)
@@ -384,8 +386,10 @@ class Part:
 # ------------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _source(model: nn.Module, name: str) -> tuple[dict, str]:
+def _source(model: nn.Module, constants: dict[str, Tensor], name: str) -> tuple[dict, str]:
     """Where the tensor `name` is to be found at each call."""
+    if name in constants:
+        return constants, name
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
     return next(table for table in (owner._parameters, owner._buffers, vars(owner)) if last in table), last

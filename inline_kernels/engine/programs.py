@@ -93,7 +93,8 @@ def _compose(segment, kind: Kind) -> Composed:
     if kind.saving and (small := [array for array in saved if array.space.small]):
         ahead.kept = back.kept = small
         saved = [*[array for array in saved if array not in small], source.KEPT]
-    if turns := kind.device == "cuda":
+    turns = kind.device == "cuda"
+    if turns and not segment.conv.is_nothing:
         ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes
         if back:
             back.turns = [root and root.name for root in gradients.values()].count("dz") == 1

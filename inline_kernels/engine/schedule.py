@@ -84,13 +84,13 @@ def _build(case: Case) -> dict:
     name = "tail_" + source.identifier(case.segment.conv.name)
     composed = composed_of(case.segment, kind_for(case))
     layout = {"CHANNELS_LAST": "1"} if _is_last(case, composed) else {}
-    if layout and _rounds(case.segment, case.x):
+    if layout and _is_between(case.segment, case.x):
         layout["FOR_TF32"] = "1"
     return {"name": name, "source": composed.text, "device": case.device, "defines": case.defines | layout}
 
 
-def _rounds(segment, x: Tensor) -> bool:
-    """Are operands channels last, in planes in eager, and TF32 (between.py)?"""
+def _is_between(segment, x: Tensor) -> bool:
+    """Are operands channels last that in eager are in planes, and TF32 (between.py)?"""
     return segment.result is not None and x.dtype == torch.float32
 
 
@@ -138,7 +138,8 @@ def _set_layout(plan: Plan, case: Case, own: bool) -> None:
     plan.last = _is_last(case, plan.composed)
     plan.runs = PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
     if plan.last:
-        plan.runs = FOR_TF32 if _rounds(case.segment, case.x) else TURNED
+        of_tf32 = _is_between(case.segment, case.x) and not case.segment.conv.is_nothing
+        plan.runs = FOR_TF32 if of_tf32 else TURNED
 
 
 def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
@@ -147,6 +148,7 @@ def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
     keeps_v = any(array.name == "v" for array in composed.saved)
     turned = plan.layout and not plan.last
     over = not (keeps_v or turned or composed.own.convolution) and plan.value_dtype == plan.dtype
+    over = over and not plan.segment.conv.is_nothing  # v is x
     plan.in_place = over and not piece and _may_write_over_v(composed)
     given, shapes = ("v", "y") if piece or plan.in_place else ("v",), {"y": _in_order(plan, plan.shape)}
     if divided:
@@ -509,10 +511,10 @@ PLANES, TURNED, FOR_TF32, UNITS = range(4)  # kernels/load/turned.cuh's
 def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
     """In which layout the library is fastest in "forward", for "dx" or for "dw", and as exact as in eager's."""
     served = library.device_type(x) == "cuda" and x.dtype != torch.float64
-    if not served or segment.conv.groups > 1:
+    if not served or segment.conv.groups > 1 or segment.conv.is_nothing:
         return PLANES
     if library.is_channels_last(x, weight):
-        return FOR_TF32 if _rounds(segment, x) else TURNED
+        return FOR_TF32 if _is_between(segment, x) else TURNED
     if weight.dim() == 5 and x.dtype == torch.float32 and of != "forward":
         return PLANES
     around = library.padding(segment.conv, weight)
@@ -623,6 +625,7 @@ def _words(plan: Plan, own: str | None, backward: str) -> str:
     """Each pass over positions, with the bytes that it reads and writes."""
     composed, words = plan.composed, [f"{own} writes v" if own else "the library's convolution"]
     words = ["Winograd's convolution"] if plan.strips.get("forward") else words
+    words = ["x as it is"] if plan.segment.conv.is_nothing else words
     words += [", channels last"] * bool(plan.runs)
     words += [", then ", passes_in_words(plan, composed.forward, composed.forward_names), backward]
     return "".join(words)

@@ -55,8 +55,9 @@ class Structure:
 
     def _bind(self, model: nn.Module, captured) -> None:
         self.segments, self.constants = captured.segments, captured.constants
-        self.parts = self._parts(model, results := self._results(model, captured))
-        self._are_plain = not any(results)
+        laid_out = self._laid_out(model, captured)
+        self.parts = self._parts(model, laid_out)
+        self._are_plain = laid_out == self.segments
         graph = captured.module.graph
         for node in graph.nodes:
             if node.target in self.segments:
@@ -68,22 +69,17 @@ class Structure:
         self.graph.output(self.graph.graph_copy(graph, {}))
         self.run = self.code.function(self.parts)
 
-    def _results(self, model: nn.Module, captured) -> Sequence[str | None]:
-        """The layouts of the segments' results (between.py)."""
+    def _laid_out(self, model: nn.Module, captured) -> Sequence:
+        """The segments that run (between.py)."""
         _, device, _, last = self.kind
-        if device.type == "cuda" and not last:
-            return between.results(captured, model)
-        return [None] * len(self.segments)
+        return between.laid_out(captured, model) if device.type == "cuda" and not last else captured.segments
 
-    def _parts(self, model: nn.Module, results: Sequence[str | None]) -> list[Part]:
-        return [
-            Part(segment.with_result(result), model, self.constants, self.guards, self.stale, self.asked)
-            for segment, result in zip(self.segments, results)
-        ]
+    def _parts(self, model: nn.Module, segments: Sequence) -> list[Part]:
+        return [Part(each, model, self.constants, self.guards, self.stale, self.asked) for each in segments]
 
     @functools.cached_property
     def plain(self) -> list[Part]:
-        return self.parts if self._are_plain else self._parts(self.parts[0].model(), [None] * len(self.parts))
+        return self.parts if self._are_plain else self._parts(self.parts[0].model(), self.segments)
 
     @functools.cached_property
     def watched(self) -> Callable:
