@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,8 @@ from torch import nn
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
 from inline_kernels.bench import checks, compare
-from inline_kernels.engine import between, capture as capturing, library, precision, schedule
+from inline_kernels.engine import between, library, precision, schedule
+from inline_kernels.engine import capture as capturing
 from inline_kernels.engine.between import ENDS, KEPT, OPERAND
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.structure import Structure
@@ -35,7 +34,9 @@ class Chain(nn.Module):
 
 
 def results(model: nn.Module) -> list[str | None]:
-    return [segment.result for segment in between.laid_out(capture(model, model.training, 4, bare=True), model)]
+    return [
+        segment.result for segment in between.laid_out(capture(model, model.training, 4, bare=True), model)
+    ]
 
 
 def test_what_is_kept():
@@ -47,6 +48,9 @@ def test_what_is_kept():
     assert unet.count(OPERAND) == 14 and unet[-1] == ENDS
     assert results(NETWORKS["vae_block"].model()) == [OPERAND, OPERAND, ENDS]
     assert results(Before(32)) == [KEPT, OPERAND, KEPT, OPERAND, OPERAND, ENDS]
+    assert results(
+        nn.Sequential(Chain(), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3, bias=False))
+    ) == [OPERAND, OPERAND]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,10 @@ class Branches(nn.Module):
     def forward(self, x):
         x = F.relu(self.stem(x))
         y = F.silu(self.norm(self.left(x)) + torch.tanh(self.right(x)))
-        return torch.sigmoid(self.last(torch.cat([F.max_pool2d(x, 2), F.max_pool2d(y, 2)], 1))) * x.mean((2, 3))[:, :5, None, None]
+        return (
+            torch.sigmoid(self.last(torch.cat([F.max_pool2d(x, 2), F.max_pool2d(y, 2)], 1)))
+            * x.mean((2, 3))[:, :5, None, None]
+        )
 
 
 class Before(nn.Module):
@@ -132,7 +139,9 @@ def layouts(gpu, monkeypatch):  # noqa: F811
     monkeypatch.setattr(precision, "runs_tf32", lambda *given, **settings: True)
     monkeypatch.setattr(between, "FEWEST_CHANNELS", 4)
     monkeypatch.setattr(capturing, "capture", lambda *given, **_: capture(*given, bare=True))
-    monkeypatch.setattr(Structure, "_laid_out", lambda self, model, captured: between.laid_out(captured, model))
+    monkeypatch.setattr(
+        Structure, "_laid_out", lambda self, model, captured: between.laid_out(captured, model)
+    )
     return found
 
 
@@ -147,7 +156,9 @@ def test_is_right(name, phase, layouts, monkeypatch):
         torch.manual_seed(number)
         model = make().train()
         compare.randomize(model)
-        found, complaints = checks.errors_of("", fuse(model), model, torch.randn(shape), phase, cancelling=cancelling)
+        found, complaints = checks.errors_of(
+            "", fuse(model), model, torch.randn(shape), phase, cancelling=cancelling
+        )
         assert not complaints
         return found
 
@@ -170,7 +181,9 @@ def test_operands_are_rounded(name, layouts, monkeypatch):
     torch.manual_seed(0)
     make, shape = MODELS[name]
     fuse(make())(torch.randn(shape)).sum().backward()
-    assert len(seen) == 3 * len(layouts) and all(library.is_channels_last(t) or t.shape[2:] == (1, 1) for t in seen)
+    assert len(seen) == 3 * len(layouts) and all(
+        library.is_channels_last(t) or t.shape[2:] == (1, 1) for t in seen
+    )
     assert all((t.detach().contiguous().view(torch.int32) & 0x1FFF == 0).all() for t in seen)
 
 
@@ -215,3 +228,60 @@ def test_who_watches_operators_sees_eagers_layouts(layouts):
     structure = fast._kept[0]
     assert [part.segment.result for part in structure.plain] == [None, None]
     assert [part.segment.result for part in structure.parts] == [OPERAND, ENDS]
+
+
+# ------------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("phase", ["forward", "train_dx"])
+@pytest.mark.parametrize("name", ["resnet18", "unet", "vae_block"])
+def test_networks_are_right_on_a_gpu(name, phase):
+    network = NETWORKS[name]
+    shape = (2, *network.input_shape[1:2], 64, 64)
+
+    def errors(number: int, cancelling: bool):
+        torch.manual_seed(number)
+        model = network.model().cuda().train()
+        compare.randomize(model)
+        x = torch.randn(shape, device="cuda")
+        found, complaints = checks.errors_of("", fuse(model), model, x, phase, cancelling=cancelling)
+        assert not complaints
+        return found
+
+    wrong = [str(error) for error in checks.judged_on_draws(errors) if not error.share <= 1]
+    assert not wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_lie_as_eagers_on_a_gpu(layout, dtype):
+    torch.manual_seed(0)
+    model = Before(64).cuda().to(dtype)
+    x = torch.randn(4, 3, 48, 40, device="cuda").to(dtype).contiguous(memory_format=layout).requires_grad_()
+    wanted, y = model(x), fuse(model)(x)
+    assert y.stride() == wanted.stride()
+    for ours, eager in zip(torch.autograd.grad(y.sum(), x), torch.autograd.grad(wanted.sum(), x)):
+        assert ours.stride() == eager.stride()
+    torch.testing.assert_close(y, wanted, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.gpu
+def test_what_surrounds_a_model_on_a_gpu():
+    """Compiled, under autocast, and in a graph, whose inputs change."""
+    torch.manual_seed(0)
+    model, x = Before(64).cuda().eval(), torch.randn(4, 3, 48, 40, device="cuda")
+    fast, wanted = fuse(model), model(x)
+    with torch.no_grad():
+        assert [plan.runs for plan in fast.plan(x)] == ["load"] * 6
+        torch.testing.assert_close(fast(x), wanted, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(torch.compile(fast)(x), wanted, rtol=1e-2, atol=1e-2)
+        with torch.autocast("cuda", torch.bfloat16):
+            torch.testing.assert_close(fast(x), model(x), rtol=5e-2, atol=5e-2)
+        graph, other = torch.cuda.CUDAGraph(), torch.randn_like(x)
+        with torch.cuda.graph(graph):
+            y = fast(x)
+        x.copy_(other)
+        graph.replay()
+        torch.testing.assert_close(y, model(other), rtol=1e-2, atol=1e-2)

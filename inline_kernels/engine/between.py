@@ -25,7 +25,7 @@ from .tracing import has_hooks
 OPERAND, KEPT, ENDS = "operand", "kept", "ends"
 FEWEST_CHANNELS = 32
 
-_MODULES = (nn.MaxPool2d, nn.AvgPool2d, nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.GELU, nn.Identity, nn.ConvTranspose2d)
+_MODULES = nn.MaxPool2d, nn.AvgPool2d, nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.GELU, nn.Identity
 _FUNCTIONS = {
     F.max_pool2d, F.avg_pool2d, F.relu, F.leaky_relu, F.silu, F.gelu, torch.relu, torch.add, torch.mul, operator.add, operator.mul
 }  # fmt: skip
@@ -44,7 +44,9 @@ def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
         found[segment] = _result(nodes[segment], filters, found, model) if _has_positions(segment) else ENDS
     if OPERAND not in found.values():
         return segments
-    return [segment.with_result(found[segment], _readers(nodes[segment], filters)) for segment in segments]
+    return [
+        segment.with_result(found[segment], _readers(nodes[segment], filters, model)) for segment in segments
+    ]
 
 
 def is_kept(segment: Segment, x: Tensor, weight: Tensor) -> bool:
@@ -57,12 +59,16 @@ def is_kept(segment: Segment, x: Tensor, weight: Tensor) -> bool:
         asked = [(torch.empty(shape, device="meta"), settings) for shape, settings in segment.read_by]
     else:
         asked = [(weight, _settings(segment, weight))]
-    return bool(asked) and all(precision.runs_tf32(x, filters, "forward", settings, False) for filters, settings in asked)
+    return bool(asked) and all(
+        precision.runs_tf32(x, filters, "forward", settings, False) for filters, settings in asked
+    )
 
 
 def _settings(segment: Segment, weight: Tensor) -> precision.Settings:
     around = library.padding(segment.conv, weight)
-    return precision.Settings(segment.conv.stride, tuple(before for before, _ in around), segment.conv.dilation)
+    return precision.Settings(
+        segment.conv.stride, tuple(before for before, _ in around), segment.conv.dilation
+    )
 
 
 def _weight(model: nn.Module, captured: Captured, segment: Segment) -> Tensor:
@@ -70,12 +76,19 @@ def _weight(model: nn.Module, captured: Captured, segment: Segment) -> Tensor:
     return captured.constants[name] if name in captured.constants else model.get_parameter(name)
 
 
-def _readers(node: fx.Node, filters: dict[Segment, Tensor]) -> tuple:
+def _readers(node: fx.Node, filters: dict[Segment, Tensor], model: nn.Module) -> tuple:
     """Of a norm: the filters' shapes, and settings, of the convolutions that read it at once."""
     if not node.target.conv.is_nothing:
         return ()
-    users = [user.target for user in node.users if user.target in filters and not user.target.conv.is_nothing]
-    return tuple((tuple(filters[user].shape), _settings(user, filters[user])) for user in users)
+    found = []
+    for user in node.users:
+        if user.target in filters and not user.target.conv.is_nothing:
+            weight = filters[user.target]
+            found.append((tuple(weight.shape), _settings(user.target, weight)))
+        elif (module := _module(user, model, nn.Conv2d)) and not isinstance(module.padding, str):
+            settings = precision.Settings(module.stride, module.padding, module.dilation)
+            found.append((tuple(module.weight.shape), settings))
+    return tuple(found)
 
 
 def _fits(segment: Segment, weight: Tensor) -> bool:
@@ -100,24 +113,32 @@ def _result(
             if user.target in filters:
                 segment = user.target
                 convolved = user.args[0] is value and not segment.conv.is_nothing
-                added = value in user.args[1:] or user.args[0] is value and segment.conv.is_nothing
-                in_planes = results[segment] == ENDS and _has_positions(segment)
-                if convolved and not _fits(segment, filters[segment]) or added and in_planes:
+                if convolved and not _fits(segment, filters[segment]):
                     return ENDS
-                uses |= {OPERAND} if convolved else {KEPT}
+                turned = results[segment] == ENDS and _has_positions(segment)  # what it adds, once
+                uses |= {OPERAND} if convolved else set() if turned else {KEPT}
             elif not (_is_mean(user) or _gives_the_same(user, model)):
                 return ENDS
             elif user not in seen and not _is_mean(user):
+                uses |= {OPERAND} if _module(user, model, nn.Conv2d, nn.ConvTranspose2d) else set()
                 seen.add(user)
                 ways.append(user)
     return OPERAND if OPERAND in uses else KEPT if uses else ENDS
 
 
+def _module(node: fx.Node, model: nn.Module, *types: type) -> nn.Module | None:
+    """What a node calls, if it is one of those."""
+    module = model.get_submodule(node.target) if node.op == "call_module" else None
+    return module if type(module) in types else None
+
+
 def _gives_the_same(node: fx.Node, model: nn.Module) -> bool:
     """Does a call give the same values in either layout, in the layout that it is given?"""
-    if node.op == "call_module":
-        module = model.get_submodule(node.target)
-        return type(module) in _MODULES and not has_hooks(module) and not getattr(module, "inplace", False)
+    if module := _module(node, model, nn.Conv2d, nn.ConvTranspose2d):
+        channels, plain = module.in_channels, module.groups == 1 and module.padding_mode == "zeros"
+        return plain and channels >= FEWEST_CHANNELS and not has_hooks(module)
+    if module := _module(node, model, *_MODULES):
+        return not has_hooks(module) and not getattr(module, "inplace", False)
     if node.op == "call_function":
         joined = node.target is torch.cat and (node.args[1:] == (1,) or node.kwargs.get("dim") == 1)
         return joined or node.target in _FUNCTIONS and not node.kwargs.get("inplace", False)
@@ -126,5 +147,6 @@ def _gives_the_same(node: fx.Node, model: nn.Module) -> bool:
 
 def _is_mean(node: fx.Node) -> bool:
     """Over all positions."""
-    axes = [*node.args[1:], *node.kwargs.values()]
-    return node.op in ("call_method", "call_function") and node.target in ("mean", torch.mean) and axes in ([(2, 3)], [[2, 3]], [(-2, -1)], [[-2, -1]])
+    axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    over_all = isinstance(axes, (tuple, list)) and [*axes] in ([2, 3], [-2, -1])
+    return node.op in ("call_method", "call_function") and node.target in ("mean", torch.mean) and over_all

@@ -79,7 +79,9 @@ class Segment:
         if result is None:
             return self
         reader = hashlib.sha256(repr(read_by).encode()).hexdigest()[:8] if read_by else ""
-        return Segment(**vars(self) | {"result": result, "read_by": read_by, "digest": f"{self.digest}_{result}{reader}"})
+        return Segment(
+            **vars(self) | {"result": result, "read_by": read_by, "digest": f"{self.digest}_{result}{reader}"}
+        )
 
     @property
     def tensors(self) -> list[str]:
@@ -274,7 +276,18 @@ def _nothing_arguments(context: _Context, norm: fx.Node) -> dict[str, Any]:
     channels, nd = shape[1], len(shape) - 2
     ones = f"ones_{channels}"
     context.traced.constants.setdefault(ones, context.ones(channels, nd))
-    return dict(x=x, weight=ones, bias=None, nd=nd, stride=1, padding=0, dilation=1, groups=channels, padding_mode="zeros", is_nothing=True)
+    return dict(
+        x=x,
+        weight=ones,
+        bias=None,
+        nd=nd,
+        stride=1,
+        padding=0,
+        dilation=1,
+        groups=channels,
+        padding_mode="zeros",
+        is_nothing=True,
+    )
 
 
 # ---- growth

@@ -327,7 +327,12 @@ class Reference:
         self, shared: SegmentOperator, segment, modules: Mapping[str, nn.Module], others: Mapping[str, object]
     ):
         names = Names(segment)
-        self.segment, self.eager, self.others, self.fields = segment, segment.eager, others, shared.fields_of(names)
+        self.segment, self.eager, self.others, self.fields = (
+            segment,
+            segment.eager,
+            others,
+            shared.fields_of(names),
+        )
         self.inputs, self.names = names.inputs, names.tensors
         self.shells = {name: _shell(module) for name, module in modules.items()}
 

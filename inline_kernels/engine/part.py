@@ -81,8 +81,7 @@ class Part:
         known = {*segment.parameters, *segment.buffers, *segment.scalars}
         read = {node.target for node in segment.eager.nodes if node.op == "get_attr"} - known
         self.others = {
-            name: constants[name] if name in constants else attribute(model, name)
-            for name in read
+            name: constants[name] if name in constants else attribute(model, name) for name in read
         }
         options, schedules = options_of(model), dict(SCHEDULES)
         self.exact_order = options.exact_order

@@ -552,7 +552,11 @@ def _convolution_gradients(
         return library.convolve_backward(plan.convolution, dz, x, weight, wanted)
     else:
         turned = _turned(plan, plan.composed.backward, layout)
-        dz = dz.view(N, *size, C).movedim(-1, 1) if turned else _channels_last(plan, dz.view(N, C, *size), layout)
+        dz = (
+            dz.view(N, *size, C).movedim(-1, 1)
+            if turned
+            else _channels_last(plan, dz.view(N, C, *size), layout)
+        )
         laid_out = functools.partial(_channels_last, plan, layout=layout)
     dx, dw = library.convolve_backward(plan.convolution, dz, x, weight, wanted, laid_out)
     if dx is not None and not library.is_channels_last(x, weight):
