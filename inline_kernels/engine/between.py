@@ -2,8 +2,8 @@
 
 In planes each result would be turned for the next convolution, and its gradient once more. A segment's result is an OPERAND if all that reads it,
 over calls of PyTorch's that give the same values in either layout, are convolutions of 32 channels or more, segments that add it to theirs, and
-means over positions. What is only added there is KEPT as well. Other results END it: they come in planes, though x may not. A norm
-without a convolution is treated as what is added.
+means over positions. What such segments only add is KEPT as well, and so is what a norm of its own reads. Other results END it: they come in
+planes, though x may not.
 
 In float32 tensor cores cut operands off in channels last that the library rounds in planes. So an operand is rounded to TF32 where it is written, and
 filters and gradients of v are, too. That costs nothing where eager runs the next convolution in TF32; else its error is the one that eager's own
