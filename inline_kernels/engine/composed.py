@@ -325,7 +325,8 @@ class Plan:
 
     def _bound(self, kernels, launcher: Launcher, numbers: Sequence, trusting: bool = False) -> Callable:
         known = [getattr(kernels, each)() if isinstance(each, str) else each for each in numbers]
-        return getattr(kernels, launcher.name).bound(*known, trusting=trusting)
+        how = {"trusting": True} if trusting else {"new": sum(p.written for p in launcher.parameters)}
+        return getattr(kernels, launcher.name).bound(*known, **how)
 
     def _launch(
         self,

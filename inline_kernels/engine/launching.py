@@ -68,11 +68,16 @@ class Launch:
         return made
 
 
+def new_of(table: Sequence[Entry]) -> int:
+    """How many of the first are made anew at each call."""
+    return next((i for i, entry in enumerate(table) if entry.shape is None), len(table))
+
+
 def picking(places: Sequence[int]) -> Callable:
-    """Gives of a list the items at those places, as a list."""
-    if [*places] == [*range(len(places))]:
-        return itemgetter(slice(len(places)))
-    return lambda items: [items[i] for i in places]
+    """Gives of a list the items at those places, as a list or tuple."""
+    if [*places] == [*range(places[0], places[0] + len(places))]:
+        return itemgetter(slice(places[0], places[0] + len(places)))
+    return itemgetter(*places)
 
 
 def _without_memory(x: Tensor, entry: Entry) -> Tensor:

@@ -188,13 +188,14 @@ def _sizes(tensors: Sequence[Tensor]) -> bytes:
     return struct.pack(f"={len(padded) * (1 + _MOST_DIMS)}q", *[size for each in padded for size in each])
 
 
-def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
+def _bound(call: Callable, *last, trusting: bool = False, new: int = 0) -> Callable:
     """What `Operators` says of `bound`. Raises TypeError where a tensor comes after a number, or is among the last. trusting: the caller knows
-    that all calls' tensors are like the first's, that none requires a gradient, and that nobody has seen those that are written."""
+    that all calls' tensors are like the first's, that none requires a gradient, and that nobody has seen those that are written. new: the
+    same of so many, the first; there are others behind them."""
     # Of the launcher as `read` finds it: once, and again after an edited cell.
     launched = launch = pack = written_of = None
     count, split, formats, sized = 0, 0, [], False
-    # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/host/bound.h),
+    # Of the call before: are tensors, but for the new ones, like its own? does one of those require a gradient? a Bound (kernels/host/bound.h),
     # in which launches write.
     nothing = (lambda *tensors: False), False, b""
     known = nothing
@@ -210,10 +211,8 @@ def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
                 f"{launcher.name}: expected its tensors first, and only numbers to bind, got {last}"
             )
         pack = struct.Struct("=" + "".join(formats[:split])).pack
-        written = [i for i, p in enumerate(launcher.parameters) if p.written]
-        written_of = (
-            itemgetter(*written) if len(written) > 1 else lambda tensors: [tensors[i] for i in written]
-        )
+        written = [i - new for i, p in enumerate(launcher.parameters) if p.written and i >= new]
+        written_of = itemgetter(*written, written[0]) if written else None  # of two at least it gives a tuple
 
     def check(*first) -> None:
         nonlocal known
@@ -222,30 +221,30 @@ def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
             read()
         if launch is None or _wrap:
             return
-        tensors = first[:count]
+        tensors, known_anew = first[:count], first[new:count]
         alike = (
             None
             if trusting
-            else TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            else TensorGuards(*known_anew, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         )
         empty = sum([t.numel() == 0 for t in tensors])
         head = launched[-1], tensors[0].get_device(), empty, split, 0
         bound = struct.pack("=Qqqqq" + "".join(formats[split:]), *head, *last)
         if sized:
             bound += _sizes(tensors)
-        known = alike, any([t.requires_grad for t in tensors]), create_string_buffer(bound, len(bound))
+        known = alike, any([t.requires_grad for t in known_anew]), create_string_buffer(bound, len(bound))
 
     def again(*first) -> None:
-        tensors, (alike, requires_grad, bound) = first[:count], known
+        tensors, (alike, requires_grad, bound) = first[new:count], known
         if not alike(*tensors):
             return check(*first)
         if (requires_grad and torch.is_grad_enabled()) or _profiler_enabled():
             return call(*first, *last)
-        problem = launch(bound, pack(*map(_data_ptr, tensors), *first[count:]))
-        if problem is None:
-            torch._C._increment_version(written_of(tensors))
-        else:
+        problem = launch(bound, pack(*map(_data_ptr, first[:count]), *first[count:]))
+        if problem is not None:
             report(problem, first)
+        elif written_of:
+            torch._C._increment_version(written_of(tensors))
 
     def trusted(*first) -> None:
         if known is nothing or _profiler_enabled():
