@@ -212,7 +212,8 @@ def _bound(call: Callable, *last, trusting: bool = False, new: int = 0) -> Calla
             )
         pack = struct.Struct("=" + "".join(formats[:split])).pack
         written = [i - new for i, p in enumerate(launcher.parameters) if p.written and i >= new]
-        written_of = itemgetter(*written, written[0]) if written else None  # of two at least it gives a tuple
+        one = written and itemgetter(slice(written[0], written[0] + 1))
+        written_of = itemgetter(*written) if len(written) > 1 else one
 
     def check(*first) -> None:
         nonlocal known

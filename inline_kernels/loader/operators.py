@@ -361,13 +361,14 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
         arguments, plan = given[:count] + ctx.numbers, ctx.plan
         if is_watched():
             found = operator.backward_registered(dy, arguments, given[count:], needs)
-            found = [gradient if need else None for gradient, need in zip(found, needs)]
         elif plan is None:
             found = operator.backward(dy, arguments, given[count:], needs)
-        else:  # autograd drops what it doesn't need
+        else:
             found = back(dy, arguments_of(arguments), *given[count:], plan=plan, needs=needs)
             if len(found) != count:
                 operator._refuse(found)
+        if False in needs:
+            found = [gradient if need else None for gradient, need in zip(found, needs)]
         return None, *found, *others
 
     def backward_seldom(ctx, dy):
