@@ -349,9 +349,9 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
         else:
             plan = operator.plan(arguments, True)
             result, *saved = call(arguments_of(arguments), plan=plan, saving=True)
-        ctx.save_for_backward(*varying[:count], *saved)
+        # What ctx.save_for_backward and ctx.set_materialize_grads do, without two calls.
+        ctx.to_save, ctx.materialize_grads = (*varying[:count], *saved), False
         ctx.plan, ctx.numbers = plan, arguments[count:]
-        ctx.set_materialize_grads(False)
         return result
 
     def backward(ctx, dy):
