@@ -343,7 +343,7 @@ def forward(plan: Plan, arguments: Sequence) -> Sequence[Tensor]:
     else:
         v = library.convolve(plan.convolution, x, weight) if plan.plain else _convolved(plan, x, weight)
         given = (v, v) if plan.in_place else (v,)
-    return plan.results([*given, *plan.launch(arguments, *given)])
+    return plan.results([*given, *plan.launch.run(arguments, *given)])
 
 
 def _convolved(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
@@ -395,11 +395,11 @@ def backward(
     given = library.aligned(dy) if dy.data_ptr() % 16 or not dy.is_contiguous() else dy, *saved
     if back.launch:
         image = (plan.strips["backward"].image.of(x),) if back.passes is not None else ()
-        made = back.launch(arguments, *given, *image)
+        made = back.launch.run(arguments, *given, *image)
         passes = 1 if back.passes is None else made[back.passes].item()
         if passes & 2:  # the library says what is infinite
             back = _back(plan, *asked, False, arguments)
-            made = back.launch(arguments, *given, *image)
+            made = back.launch.run(arguments, *given, *image)
     found = [None if place is None else made[place] for place in back.gradients]
     for i, shape, dtype in back.converted:
         found[i] = found[i].view(shape).to(dtype)
