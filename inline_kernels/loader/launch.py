@@ -201,16 +201,19 @@ def _bound(call: Callable, *last, trusting: bool = False, new: int = 0) -> Calla
 
     def read() -> None:
         nonlocal launched, launch, again, count, split, formats, sized
-        launched = launcher, launch, _ = call.launched
-        formats = ["Q" if p.tensor else _FORMATS[p.ctype] for p in launcher.parameters]
-        count, split = formats.count("Q"), len(formats) - len(last)
-        sized = any(p.sized for p in launcher.parameters)
-        if "Q" in formats[count:] or split < count:
+        launcher, *_ = call.launched
+        kinds = ["Q" if p.tensor else _FORMATS[p.ctype] for p in launcher.parameters]
+        tensors, sized = kinds.count("Q"), any(p.sized for p in launcher.parameters)
+        if "Q" in kinds[tensors:] or len(kinds) - len(last) < tensors:
             raise TypeError(
                 f"{launcher.name}: expected its tensors first, and only numbers to bind, got {last}"
             )
+        launched, launch = call.launched, call.launched[1]
+        formats, count, split = kinds, tensors, len(kinds) - len(last)
         first = [f"a{i}" for i in range(split)]
-        written = [f"{a}, " for i, (a, p) in enumerate(zip(first, launcher.parameters)) if p.written and i >= new]
+        written = [
+            f"{a}, " for i, (a, p) in enumerate(zip(first, launcher.parameters)) if p.written and i >= new
+        ]
         text = (TRUSTED if trusting else AGAIN) + LAUNCHED + INCREMENTS * bool(written)
         code = compiled(text.format(
             all=", ".join(first), others=", ".join(first[new:count]), written="".join(written),
@@ -246,14 +249,20 @@ def _bound(call: Callable, *last, trusting: bool = False, new: int = 0) -> Calla
         check(*first)  # a tensor may have lost its memory
 
     def renew() -> None:
-        known[0] = nothing
+        nonlocal launched
+        launched, known[0], again.__code__ = None, nothing, _anew.__code__
 
-    names = {"torch": torch, "_data_ptr": Tensor.data_ptr, "_profiler_enabled": _profiler_enabled, "_call": call, "_last": last}
-    names |= {"_known": known, "_check": check, "_report": report}
+    names = {"torch": torch, "_data_ptr": Tensor.data_ptr, "_profiler_enabled": _profiler_enabled}
+    names |= {"_call": call, "_last": last, "_known": known, "_check": check, "_report": report}
     read()
     again.renew = renew
     call.all_bound.add(again)
     return again
+
+
+def _anew(*all):
+    """What is bound of a launcher that may have other parameters now."""
+    return _check(*all)  # noqa: F821, a global of the function whose code this becomes
 
 
 # What is bound, written out for its first arguments as CALL is. others: tensors that aren't new. written: of those.
