@@ -119,7 +119,7 @@ class Emulated:
             assert not damage, damage
             return result
 
-        call.bound = lambda *last, trusting=False: lambda *first: call(*first, *last)
+        call.bound = lambda *last, **how: lambda *first: call(*first, *last)
         return call
 
 

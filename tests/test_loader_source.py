@@ -743,6 +743,11 @@ def test_what_was_taken_of_a_cell_runs_the_edited_one():
     assert seen() == [-1.0] * 4
     bound_g(y), bound_g(y)
     assert y[0] == 5
+    cell("held", HELD.format("x[i] * z[i] * a", "g").replace("x,", "x, const float* z,"))  # with one more
+    z = torch.full((2,), 3.0)
+    for _ in range(2):
+        y.zero_(), bound(y, x, z)
+        assert y.tolist() == [6.0] * 2
     cell("held", DOUBLE.replace("twice", "f"))  # with other parameters
     assert doubled(f) and doubled(shell.user_ns["held"])
     with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given"):

@@ -325,7 +325,8 @@ class Plan:
 
     def _bound(self, kernels, launcher: Launcher, numbers: Sequence, trusting: bool = False) -> Callable:
         known = [getattr(kernels, each)() if isinstance(each, str) else each for each in numbers]
-        return getattr(kernels, launcher.name).bound(*known, trusting=trusting)
+        how = {"trusting": True} if trusting else {"new": sum(p.written for p in launcher.parameters)}
+        return getattr(kernels, launcher.name).bound(*known, **how)
 
     def _launch(
         self,
@@ -432,9 +433,9 @@ def plan(case: Case, edited: str | None = None) -> Plan:
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
     if not plan.convolves:
-        return plan.results(plan.launch(arguments))
+        return plan.results(plan.launch.run(arguments))
     v = library.convolve(plan.convolution, *arguments[:2])
-    return plan.results([v, *plan.launch(arguments, v)])
+    return plan.results([v, *plan.launch.run(arguments, v)])
 
 
 def backward(
@@ -446,7 +447,7 @@ def backward(
     # A user's hooks may give arguments back in other strides.
     there = library.all_aligned(dy, *saved, *[arguments[i] for i in back.reads])
     for launch in back.launches:
-        there += launch(arguments, *there)
+        there += launch.run(arguments, *there)
     found = [None if place is None else there[place] for place in back.gradients]
     for i, dtype in back.converted:
         found[i] = found[i].to(dtype)

@@ -548,7 +548,7 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     made = zip(written.results, _dtypes(written, case), [shape, *beside])
     table = [Entry(array.name, kind, None, size) for array, kind, size in made]
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at), *behind]
-    launch = Launch(kernels.forward.bound(*numbers), table, _given_last(arguments, turned))
+    launch = Launch(kernels.forward.bound(*numbers, trusting=True), table, _given_last(arguments, turned))
     return Plan(launch, rest, *_copies(segment, rest if saving else None), turned)
 
 

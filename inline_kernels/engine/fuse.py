@@ -150,14 +150,17 @@ class Fused:
         object.__setattr__(self, "_number", compiled.known(self, structure_of))
 
     def forward(self, *inputs, **keywords):
-        if torch.compiler.is_compiling():
+        watched = is_watched()
+        if watched and torch.compiler.is_compiling():
             run = compiled.function_for(self, inputs, keywords)
             return self._eager(*inputs, **keywords) if run is None else run(self, *inputs)
         structure = structure_of(self, inputs, keywords)
-        given = None if structure.run is None else structure.given(inputs, keywords)
+        given = inputs  # structure.given(inputs, keywords), which are mostly all
+        if structure.run is None or keywords or len(inputs) != len(structure.arguments):
+            given = structure.run and structure.given(inputs, keywords)
         if given is None or (support.may_be_foreign() and support.foreign()):
             return self._eager(*inputs, **keywords)
-        if is_watched() or forward_ad._current_level >= 0:
+        if watched or forward_ad._current_level >= 0:
             return structure.watched(self, *given)
         if not structure.built:
             leaves = [*(each for each in given if isinstance(each, Tensor)), *self.parameters()]

@@ -218,7 +218,7 @@ class Guards:
         tables = [table for table, *_ in [*self._values, *self._whole]]
         tables += [vars(owner if owner is not None else model) for owner, _ in self._sources.values()]
         self._tables = [*{id(table): table for table in tables}.values()]
-        self._versions = self._versions_now()
+        self._versions = HAS_VERSIONS and [*map(dict_version, self._tables)]
 
     def _remember(self, table: dict, keys: Sequence[str]) -> None:
         values = [table.get(key) for key in keys]
@@ -232,9 +232,6 @@ class Guards:
             name: getattr(owner if owner is not None else model, last)
             for name, (owner, last) in self._sources.items()
         }
-
-    def _versions_now(self) -> list[int] | bool:
-        return HAS_VERSIONS and [*map(dict_version, self._tables)]
 
     def holds(self, model: nn.Module, changed) -> bool:
         if type(model) is not self.cls or [*map(type, self.modules)] != self.classes:
@@ -252,7 +249,7 @@ class Guards:
         for value, content in self._contents:
             if _content(value) != content:
                 return False
-        versions = self._versions_now()
+        versions = HAS_VERSIONS and [*map(dict_version, self._tables)]
         if versions and versions == self._versions:
             return True
         if not self._unchanged():

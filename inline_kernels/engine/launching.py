@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inline_kernels.loader.launch import compiled
+
 from . import library
 
 ANYWHERE = 1 << 10  # an Entry's `aligned`: never
@@ -47,20 +49,36 @@ class Launch:
         self.like = [_without_memory(arguments[0], entry) for entry in new]
         places = [*[None] * len(arguments), *given, *self.made]
         of = [places.index(e.name) if e.argument is None else e.argument for e in table]
-        self.pick = itemgetter(*of, *(() if number is None else (number,)))
+        of += () if number is None else (number,)
+        self.pick = itemgetter(*of, of[0])  # of two at least it gives a tuple
         self.converted = [
             (at, e)
             for at, e in enumerate(table)
             if e.argument is not None and not _is_ready(arguments[e.argument], e)
         ]
+        self.run = self._converting if self.converted else self._written_out(of, len(arguments), len(given))
 
     def __call__(self, arguments: Sequence, *given: Tensor) -> list[Tensor]:
+        return self.run(arguments, *given)
+
+    def _written_out(self, of: Sequence[int], count: int, given: int) -> Callable:
+        """`run` as code for these places: arguments, what is given, what is made. It takes a fifth less time than one that picks."""
+        new = [f"m{i}" for i in range(len(self.like))]
+        names = {"_empty_like": torch.empty_like, "_bound": self.bound}
+        names |= {f"_like_{m}": like for m, like in zip(new, self.like)}
+        names |= {f"_none_{i}": t for i, t in enumerate(self.none)}
+        own, made = [f"g{i}" for i in range(given)], [*new, *[f"_none_{i}" for i in range(len(self.none))]]
+        known = [*[f"arguments[{i}]" for i in range(count)], *own, *made]
+        lines = [f"    {m} = _empty_like(_like_{m})\n" for m in new]
+        lines += [f"    _bound({', '.join([known[i] for i in of])})\n    return [{', '.join(made)}]\n"]
+        exec(compiled(f"def run({', '.join(['arguments', *own])}):\n{''.join(lines)}"), names)
+        return names["run"]
+
+    def _converting(self, arguments: Sequence, *given: Tensor) -> list[Tensor]:
         made = [*map(torch.empty_like, self.like), *self.none]
-        taken = self.pick((*arguments, *given, *made))
-        if self.converted:
-            taken = [*taken]
-            for at, entry in self.converted:
-                taken[at] = _as_read(taken[at], entry)
+        *taken, _ = self.pick((*arguments, *given, *made))
+        for at, entry in self.converted:
+            taken[at] = _as_read(taken[at], entry)
         self.bound(*taken)
         for at, entry in self.converted:
             if entry.written:
@@ -68,11 +86,16 @@ class Launch:
         return made
 
 
+def new_of(table: Sequence[Entry]) -> int:
+    """How many of the first are made anew at each call."""
+    return next((i for i, entry in enumerate(table) if entry.shape is None), len(table))
+
+
 def picking(places: Sequence[int]) -> Callable:
-    """Gives of a list the items at those places, as a list."""
-    if [*places] == [*range(len(places))]:
-        return itemgetter(slice(len(places)))
-    return lambda items: [items[i] for i in places]
+    """Gives of a list the items at those places, as a list or tuple."""
+    if [*places] == [*range(places[0], places[0] + len(places))]:
+        return itemgetter(slice(places[0], places[0] + len(places)))
+    return itemgetter(*places)
 
 
 def _without_memory(x: Tensor, entry: Entry) -> Tensor:

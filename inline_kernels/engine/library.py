@@ -21,7 +21,7 @@ from inline_kernels.loader.operators import LOW, check_memory
 
 # The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20
-_convolution_backward = torch.ops.aten.convolution_backward.default
+_convolution_backward = torch.ops.aten.convolution_backward.default._op  # without a detour through Python
 WINOGRAD_SIDE = 18  # of an image, at least: smaller ones fill no chunk of tiles
 DIRECT_CHANNELS = 7  # in, at most, where transforms save nothing
 
@@ -148,17 +148,15 @@ def padding(conv, weight) -> list[tuple[int, int]]:
 
 
 class Convolution(NamedTuple):
-    """The library's, as the model has it. around: what F.pad adds, in `mode`, where the convolution can't. behind: of its gradients, what comes
-    behind the tensors. is_nothing: v is x itself."""
+    """The library's, as the model has it. settings: stride, padding, dilation, groups. around: what F.pad adds, in `mode`, where the convolution
+    can't. behind: of its gradients, what comes behind the tensors. lies: how the weight's gradient is laid out. is_nothing: v is x itself."""
 
     run: Callable
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    settings: tuple
     around: Sequence[int]
     mode: str
     behind: tuple
+    lies: torch.memory_format
     is_nothing: bool = False
 
     @classmethod
@@ -169,9 +167,9 @@ class Convolution(NamedTuple):
             inside, flat = (0,) * nd, [each for pair in reversed(around) for each in pair]
         run, mode = torch.conv2d if nd == 2 else torch.conv3d, "constant" if mode == "zeros" else mode
         behind = None, conv.stride, inside, conv.dilation, False, (0,) * nd, conv.groups
-        if conv.is_nothing:
-            run = _itself
-        return cls(run, conv.stride, inside, conv.dilation, conv.groups, flat, mode, behind, conv.is_nothing)
+        run = _itself if conv.is_nothing else run
+        settings = conv.stride, inside, conv.dilation, conv.groups
+        return cls(run, settings, flat, mode, behind, weight_format(weight), conv.is_nothing)
 
     def image(self, x: Tensor) -> Tensor:
         return torch.nn.functional.pad(x, self.around, mode=self.mode)
@@ -185,8 +183,8 @@ def convolve(how: Convolution, x: Tensor, weight: Tensor, laid_out: Callable | N
     """v, contiguous; where its operands are to be laid_out, as the library gives it."""
     x = how.image(x) if how.around else x
     if laid_out:
-        return how.run(laid_out(x), laid_out(weight), None, *how[1:5])
-    return how.run(x, weight, None, *how[1:5]).contiguous()
+        return how.run(laid_out(x), laid_out(weight), None, *how.settings)
+    return how.run(x, weight, None, *how.settings).contiguous()
 
 
 def convolve_backward(
@@ -201,7 +199,7 @@ def convolve_backward(
     gives it."""
     if how.is_nothing:
         return dz if needs[0] else None, None
-    image, lies = x, weight_format(weight)
+    image = x
     if how.around:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
@@ -213,7 +211,7 @@ def convolve_backward(
     if needs[0] and how.around:
         (dx,) = torch.autograd.grad(padded, x, dx)
     if needs[1] and not laid_out:
-        dw = dw.contiguous(memory_format=lies)
+        dw = dw.contiguous(memory_format=how.lies)
     return dx if needs[0] else None, dw if needs[1] else None
 
 

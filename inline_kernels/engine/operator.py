@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C import _is_any_autocast_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
@@ -151,7 +152,7 @@ class SegmentOperator:
         def forward(a, *, plan, saving):
             found, layout = schedule.forward(plan.inner, a), plan.layout
             if not layout.is_there:
-                found[0] = layout.laid_out(found[0])
+                found = [layout.laid_out(found[0]), *found[1:]]
             return found if saving else found[:1]
 
         forward.__annotations__["a"] = self.arguments
@@ -226,7 +227,7 @@ class SegmentOperator:
         x, weight = a[0], a[self.inputs]
         if x.data_ptr() < LOW or weight.data_ptr() < LOW:
             check_memory(x, weight)  # what copies and convolves reads without a look
-        if torch._C._is_any_autocast_enabled():  # forward chose the dtypes; a region around backward may not
+        if _is_any_autocast_enabled():  # forward chose the dtypes; a region around backward may not
             with torch.autocast(dy.device.type, enabled=False):
                 found = self.schedule.backward(plan.inner, dy, a, saved, needs)
         else:

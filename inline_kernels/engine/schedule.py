@@ -26,7 +26,7 @@ from inline_kernels.engine import library
 from . import gradients, precision, source, strips
 from .cases import CTYPES, Case, Sizes, first_number, places
 from .graph import ELEMENTS, Space
-from .launching import Entry, Launch, picking
+from .launching import Entry, Launch, new_of, picking
 from .passes import Array, Planes, Program, Unsupported
 from .programs import Composed, composed_of, kind_for
 
@@ -47,6 +47,7 @@ class Plan:
     device: str
     kernels: object = None
     convolution: library.Convolution | None = None
+    plain: bool = False  # is v as the library gives it in eager's layout?
     own: Callable | None = None  # gives v of x and the weight, contiguous, in the library's place
     layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
@@ -129,6 +130,7 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
     found.own = own
     found.layout = _turned(found, found.composed.forward, found.runs)
     _divide(found, case.arguments)
+    found.plain = not (own or found.last or found.runs or found.strips.get("forward"))
     found.pieces = () if piece else _pieces(found, case, edited)
     _set_launch(found, case.arguments, piece)
     return found
@@ -339,7 +341,8 @@ def launch_of(
             shape = shapes[array.name] if array.name in shapes else _shape(plan, program, array)
         last = plan.last and place is not None and _has_channels(array.space)
         table.append(Entry(array.name, _dtype(plan, array), place, shape, array in made, last=last))
-    bound = launcher.bound(*_numbers(plan, program, names, arguments), trusting=trusting)
+    how = {"trusting": True} if trusting else {"new": new_of(table)}
+    bound = launcher.bound(*_numbers(plan, program, names, arguments), **how)
     return Launch(bound, table, arguments, given, at["seed"] + 1 if names.random else None)
 
 
@@ -354,9 +357,9 @@ def forward(plan: Plan, arguments: Sequence) -> Sequence[Tensor]:
     if divided := plan.strips.get("forward"):
         given = divided.image.of(x), weight.contiguous()
     else:
-        v = _convolved(plan, x, weight)
+        v = library.convolve(plan.convolution, x, weight) if plan.plain else _convolved(plan, x, weight)
         given = (v, v) if plan.in_place else (v,)
-    return plan.results([*given, *plan.launch(arguments, *given)])
+    return plan.results([*given, *plan.launch.run(arguments, *given)])
 
 
 def _convolved(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
@@ -381,7 +384,8 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
 class Back(NamedTuple):
     """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
     the convolution's), those that are `converted` then, or `turned`, from channels last; dz; dweight, where it is our own; passes. The library is
-    asked for (dx, dw), in `layout`; or `ours` gives dw, of dz, x and the weight, and dx where the library isn't asked for it."""
+    asked for (dx, dw), in `layout`; or `ours` gives dw, of dz, x and the weight, and dx where the library isn't asked for it. alone: the library
+    gives what is asked for, of dz in eager's layout."""
 
     launch: Launch | None
     gradients: Sequence[int | None]
@@ -393,6 +397,7 @@ class Back(NamedTuple):
     dweight: int | None = None
     passes: int | None = None
     ours: Callable | None = None
+    alone: bool = False
 
 
 def backward(
@@ -401,15 +406,16 @@ def backward(
     """The gradients of inputs, parameters and buffers (None), contiguous but for that of x."""
     weight_at = len(plan.segment.inputs)
     x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
-    back, made, passes = _back(plan, *asked, True, arguments), (), 1
-    given = library.aligned(dy.movedim(1, -1) if plan.last and _y_has_channels(plan) else dy), *saved
+    back, made, passes = plan.backward.get((*asked, True)) or _back(plan, *asked, True, arguments), (), 1
+    dy = dy.movedim(1, -1) if plan.last and _y_has_channels(plan) else dy
+    given = library.aligned(dy) if dy.data_ptr() % 16 or not dy.is_contiguous() else dy, *saved
     if back.launch:
         image = (plan.strips["backward"].image.of(x),) if back.passes is not None else ()
-        made = back.launch(arguments, *given, *image)
+        made = back.launch.run(arguments, *given, *image)
         passes = 1 if back.passes is None else made[back.passes].item()
         if passes & 2:  # the library says what is infinite
             back = _back(plan, *asked, False, arguments)
-            made = back.launch(arguments, *given, *image)
+            made = back.launch.run(arguments, *given, *image)
     found = [None if place is None else made[place] for place in back.gradients]
     for i, shape, dtype in back.converted:
         found[i] = found[i].view(shape).to(dtype)
@@ -419,6 +425,9 @@ def backward(
         found[0], found[weight_at] = (
             t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
         )
+    elif back.alone:
+        of_library = library.convolve_backward(plan.convolution, made[back.dz], x, weight, asked)
+        found[0], found[weight_at] = of_library
     elif back.dz is not None:
         dz, both = made[back.dz], (None, None)
         if any(back.library):
@@ -478,8 +487,10 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     place = {name: i for i, name in enumerate(launch.made)}
     found = [place[root.name] if root else None for root in map(roots.get, names)]
     dz, dweight = place["dz"] if roots["z"] else None, place["dweight"] if own else None
-    ours = gradients.planned(way, segment, x, weight, dx) if way else None
-    return Back(launch, found, converted, turned, of_library, layout, dz, dweight, place.get("passes"), ours)
+    ours, alone = gradients.planned(way, segment, x, weight, dx) if way else None, of_library == (dx, dw)
+    alone = alone and any(of_library) and dz is not None and not (own or ours or plan.last or layout)
+    passes = place.get("passes")
+    return Back(launch, found, converted, turned, of_library, layout, dz, dweight, passes, ours, alone)
 
 
 def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:

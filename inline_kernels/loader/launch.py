@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import create_string_buffer
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -179,7 +179,6 @@ def _gone(problem: str) -> Callable:
 # An Argument (kernels/host/host.h) as bytes, by its C type; of a tensor it is the address, "Q".
 _FORMATS = {"int64_t": "q", "double": "d", "bool": "?7x"}
 _MOST_DIMS = 8
-_data_ptr = Tensor.data_ptr
 
 
 def _sizes(tensors: Sequence[Tensor]) -> bytes:
@@ -188,86 +187,113 @@ def _sizes(tensors: Sequence[Tensor]) -> bytes:
     return struct.pack(f"={len(padded) * (1 + _MOST_DIMS)}q", *[size for each in padded for size in each])
 
 
-def _bound(call: Callable, *last, trusting: bool = False) -> Callable:
+def _bound(call: Callable, *last, trusting: bool = False, new: int = 0) -> Callable:
     """What `Operators` says of `bound`. Raises TypeError where a tensor comes after a number, or is among the last. trusting: the caller knows
-    that all calls' tensors are like the first's, that none requires a gradient, and that nobody has seen those that are written."""
+    that all calls' tensors are like the first's, that none requires a gradient, and that nobody has seen those that are written. new: the
+    same of so many, the first; there are others behind them."""
     # Of the launcher as `read` finds it: once, and again after an edited cell.
-    launched = launch = pack = written_of = None
+    launched = launch = again = None
     count, split, formats, sized = 0, 0, [], False
-    # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/host/bound.h),
+    # Of the call before: are tensors, but for the new ones, like its own? does one of those require a gradient? a Bound (kernels/host/bound.h),
     # in which launches write.
     nothing = (lambda *tensors: False), False, b""
-    known = nothing
+    known = [nothing]
 
     def read() -> None:
-        nonlocal launched, launch, pack, written_of, count, split, formats, sized
-        launched = launcher, launch, _ = call.launched
-        formats = ["Q" if p.tensor else _FORMATS[p.ctype] for p in launcher.parameters]
-        count, split = formats.count("Q"), len(formats) - len(last)
-        sized = any(p.sized for p in launcher.parameters)
-        if "Q" in formats[count:] or split < count:
+        nonlocal launched, launch, again, count, split, formats, sized
+        launcher, *_ = call.launched
+        kinds = ["Q" if p.tensor else _FORMATS[p.ctype] for p in launcher.parameters]
+        tensors, sized = kinds.count("Q"), any(p.sized for p in launcher.parameters)
+        if "Q" in kinds[tensors:] or len(kinds) - len(last) < tensors:
             raise TypeError(
                 f"{launcher.name}: expected its tensors first, and only numbers to bind, got {last}"
             )
-        pack = struct.Struct("=" + "".join(formats[:split])).pack
-        written = [i for i, p in enumerate(launcher.parameters) if p.written]
-        written_of = (
-            itemgetter(*written) if len(written) > 1 else lambda tensors: [tensors[i] for i in written]
-        )
+        launched, launch = call.launched, call.launched[1]
+        formats, count, split = kinds, tensors, len(kinds) - len(last)
+        first = [f"a{i}" for i in range(split)]
+        written = [
+            f"{a}, " for i, (a, p) in enumerate(zip(first, launcher.parameters)) if p.written and i >= new
+        ]
+        text = (TRUSTED if trusting else AGAIN) + LAUNCHED + INCREMENTS * bool(written)
+        code = compiled(text.format(
+            all=", ".join(first), others=", ".join(first[new:count]), written="".join(written),
+            packed=", ".join([f"_data_ptr({a})" for a in first[:count]] + first[count:]),
+        ))  # fmt: skip
+        names["_launch"], names["_pack"] = launch, struct.Struct("=" + "".join(formats[:split])).pack
+        exec(code, names)
+        if again is None:
+            again = names["again"]
+        else:
+            again.__code__ = names["again"].__code__
 
     def check(*first) -> None:
-        nonlocal known
         call(*first, *last)
         if launched is not call.launched:
             read()
         if launch is None or _wrap:
             return
-        tensors = first[:count]
-        alike = (
-            None
-            if trusting
-            else TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        )
+        tensors, others = first[:count], first[new:count]
+        alike = None
+        if not trusting:
+            alike = TensorGuards(*others, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         empty = sum([t.numel() == 0 for t in tensors])
         head = launched[-1], tensors[0].get_device(), empty, split, 0
         bound = struct.pack("=Qqqqq" + "".join(formats[split:]), *head, *last)
         if sized:
             bound += _sizes(tensors)
-        known = alike, any([t.requires_grad for t in tensors]), create_string_buffer(bound, len(bound))
+        known[0] = alike, any([t.requires_grad for t in others]), create_string_buffer(bound, len(bound))
 
-    def again(*first) -> None:
-        tensors, (alike, requires_grad, bound) = first[:count], known
-        if not alike(*tensors):
-            return check(*first)
-        if (requires_grad and torch.is_grad_enabled()) or _profiler_enabled():
-            return call(*first, *last)
-        problem = launch(bound, pack(*map(_data_ptr, tensors), *first[count:]))
-        if problem is None:
-            torch._C._increment_version(written_of(tensors))
-        else:
-            report(problem, first)
-
-    def trusted(*first) -> None:
-        if known is nothing or _profiler_enabled():
-            return check(*first)
-        if split == count:
-            problem = launch(known[2], pack(*map(_data_ptr, first)))
-        else:
-            problem = launch(known[2], pack(*map(_data_ptr, first[:count]), *first[count:]))
-        if problem is not None:
-            report(problem, first)
-
-    def report(problem: bytes, first: tuple) -> None:
+    def report(problem: bytes, *first) -> None:
         if problem:
             raise RuntimeError(problem.decode())
         check(*first)  # a tensor may have lost its memory
 
     def renew() -> None:
-        nonlocal known
-        known = nothing
+        nonlocal launched
+        launched, known[0], again.__code__ = None, nothing, _anew.__code__
 
+    names = {"torch": torch, "_data_ptr": Tensor.data_ptr, "_profiler_enabled": _profiler_enabled}
+    names |= {"_call": call, "_last": last, "_known": known, "_check": check, "_report": report}
     read()
-    again = trusted if trusting else again
     again.renew = renew
     call.all_bound.add(again)
     return again
+
+
+def _anew(*all):
+    """What is bound of a launcher that may have other parameters now."""
+    return _check(*all)  # noqa: F821, a global of the function whose code this becomes
+
+
+# What is bound, written out for its first arguments as CALL is. others: tensors that aren't new. written: of those.
+AGAIN = """
+def again({all}, /):
+    alike, requires_grad, bound = _known[0]
+    if not alike({others}):
+        return _check({all})
+    if (requires_grad and torch.is_grad_enabled()) or _profiler_enabled():
+        return _call({all}, *_last)
+"""
+
+TRUSTED = """
+def again({all}, /):
+    bound = _known[0][2]
+    if not bound or _profiler_enabled():
+        return _check({all})
+"""
+
+LAUNCHED = """
+    problem = _launch(bound, _pack({packed}))
+    if problem is not None:
+        return _report(problem, {all})
+"""
+
+INCREMENTS = """
+    torch._C._increment_version(({written}))
+"""
+
+
+@functools.lru_cache(1024)
+def compiled(text: str) -> types.CodeType:
+    """Of a function that is written out for its parameters."""
+    return compile(text, "<a bound launcher>", "exec")

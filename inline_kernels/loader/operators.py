@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NewType, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
@@ -211,6 +211,10 @@ class Operator:
             plan = self.plan(arguments, saving)
         return self._call(self._arguments(arguments), plan=plan, saving=saving)
 
+    def _refuse(self, found: Sequence) -> None:
+        expected = f"expected backward to give {self.tensors} gradients"
+        raise RuntimeError(f"{self.name}: {expected}, got {len(found)}")
+
     def backward(
         self,
         dy: Tensor,
@@ -223,8 +227,7 @@ class Operator:
         plan = self.plan(arguments, True) if plan is None else plan
         found = self._backward(dy, self._arguments(arguments), *saved, plan=plan, needs=needs)
         if len(found) != self.tensors:
-            expected = f"expected backward to give {self.tensors} gradients"
-            raise RuntimeError(f"{self.name}: {expected}, got {len(found)}")
+            self._refuse(found)
         return [gradient if need else None for gradient, need in zip(found, needs)]
 
     def shapes(self, *arguments, saving: bool) -> list[Tensor]:
@@ -334,7 +337,7 @@ def _one_by_one(gradients: Callable, dy: Tensor) -> tuple[Tensor | None, ...]:
 def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
     """The autograd.Function around `operator`: its registered halves where something watches, else its own functions."""
     count, others = operator.tensors, (None,) * (operator.varying - operator.tensors)
-    call, arguments_of = operator._call, operator._arguments
+    call, back, arguments_of = operator._call, operator._backward, operator._arguments
 
     def forward(ctx, bound, *varying):
         plan, constants = bound
@@ -346,20 +349,25 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
         else:
             plan = operator.plan(arguments, True)
             result, *saved = call(arguments_of(arguments), plan=plan, saving=True)
-        ctx.save_for_backward(*varying[:count], *saved)
+        # What ctx.save_for_backward and ctx.set_materialize_grads do, without two calls.
+        ctx.to_save, ctx.materialize_grads = (*varying[:count], *saved), False
         ctx.plan, ctx.numbers = plan, arguments[count:]
-        ctx.set_materialize_grads(False)
         return result
 
     def backward(ctx, dy):
-        if dy is None or torch.is_grad_enabled() or is_legacy_batchedtensor(dy):
+        if dy is None or is_grad_enabled() or is_legacy_batchedtensor(dy):
             return backward_seldom(ctx, dy)
         given, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : count + 1]
-        arguments, saved = given[:count] + ctx.numbers, given[count:]
-        if not is_watched():
-            found = operator.backward(dy, arguments, saved, needs, ctx.plan)
+        arguments, plan = given[:count] + ctx.numbers, ctx.plan
+        if is_watched():
+            found = operator.backward_registered(dy, arguments, given[count:], needs)
+        elif plan is None:
+            found = operator.backward(dy, arguments, given[count:], needs)
         else:
-            found = operator.backward_registered(dy, arguments, saved, needs)
+            found = back(dy, arguments_of(arguments), *given[count:], plan=plan, needs=needs)
+            if len(found) != count:
+                operator._refuse(found)
+        if False in needs:
             found = [gradient if need else None for gradient, need in zip(found, needs)]
         return None, *found, *others
 

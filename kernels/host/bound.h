@@ -37,10 +37,8 @@ inline const char* launch(Bound& bound, const Argument* first) {
   try {
     const auto* sizes = reinterpret_cast<const Sizes*>(bound.last + (given - bound.first));
 #ifdef WITH_CUDA
-    // Where PyTorch shall keep no memory, as for who looks for accesses outside of it, each piece is by itself.
-    static const bool apart = std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING");
     std::optional<Room<Allocator>> room;
-    if (!apart) room.emplace(bound.scratch);
+    if (keeps_memory()) room.emplace(bound.scratch);
 #endif
     launch(launcher, int(bound.device), arguments, sizes);
     return nullptr;

@@ -21,6 +21,12 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#ifdef WITH_CUDA
+extern "C" {  // not in every torch
+__attribute__((weak, visibility("default"))) int32_t aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t, void**);
+__attribute__((weak, visibility("default"))) int32_t aoti_torch_cuda_caching_allocator_raw_delete(void*);
+}
+#endif
 #else
 #include <memory>
 #include <ATen/Parallel.h>
@@ -89,9 +95,33 @@ inline int64_t held_bytes(const Tensor& tensor) {
 #endif
 }
 
+#ifdef WITH_CUDA
+// Where PyTorch shall keep no memory, as for who looks for accesses outside of it, each piece is by itself.
+inline bool keeps_memory() {
+  static const bool keeps = !std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING");
+  return keeps;
+}
+#endif
+
 // PyTorch's allocator, on the current device and stream.
 struct Allocator {
+#if STABLE_ABI && defined(WITH_CUDA)
+  // Without a tensor around it: half of an allocation's time. Without PyTorch's cache there is no such way.
+  static bool is_raw() { return aoti_torch_cuda_caching_allocator_raw_alloc && keeps_memory(); }
+#else
+  static constexpr bool is_raw() { return false; }
+#endif
+  [[noreturn]] static void fail(int64_t bytes) {
+    throw std::runtime_error("out of memory: expected " + std::to_string(bytes) + " bytes for a launcher's scratch");
+  }
+
   static void* allocate(int64_t bytes, void** memory) {
+#if STABLE_ABI && defined(WITH_CUDA)
+    if (is_raw()) {
+      if (aoti_torch_cuda_caching_allocator_raw_alloc(bytes, memory) != TORCH_SUCCESS) fail(bytes);
+      return *memory;
+    }
+#endif
 #ifdef WITH_CUDA
     int device = 0;
     cudaGetDevice(&device);
@@ -106,7 +136,7 @@ struct Allocator {
     AtenTensorHandle tensor = nullptr;
     void* data = nullptr;
     if (aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), type, device, &tensor) != TORCH_SUCCESS)
-      throw std::runtime_error("out of memory: expected " + std::to_string(bytes) + " bytes for a launcher's scratch");
+      fail(bytes);
     *memory = tensor;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &data));
     return data;
@@ -122,6 +152,9 @@ struct Allocator {
 #endif
   }
   static void release(void* memory) {
+#if STABLE_ABI && defined(WITH_CUDA)
+    if (is_raw()) return (void)aoti_torch_cuda_caching_allocator_raw_delete(memory);
+#endif
 #if STABLE_ABI
     aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(memory));
 #else
