@@ -647,7 +647,7 @@ class Last(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("channels", [5, 12, 70])
+@pytest.mark.parametrize("channels", [5, 12, 70, 96])  # behind a pack, in several rows of lanes, and both
 @pytest.mark.parametrize(
     "tail, nd",
     [
@@ -665,6 +665,70 @@ def test_all_is_channels_last(tail, nd, channels, dtype, device):
     x = x.contiguous(memory_format=library.channels_last(x))
     run = assert_rule(Last(tail, channels, nd).to(dtype), x, label=tail)
     assert run.plan.last and library.is_channels_last(run.y)
+
+
+class Across(nn.Module):
+    """Tails that reduce channels at a position."""
+
+    def __init__(self, tail: str, channels: int):
+        super().__init__()
+        self.conv, self.tail = nn.Conv2d(3, channels, 3, padding=1), tail
+        self.p = nn.Parameter(torch.randn(channels, 1, 1))
+
+    def forward(self, x):
+        x = self.conv(x) * self.p
+        if self.tail == "softmax":  # torch's own gives planes
+            x = torch.exp(x - torch.amax(x, 1, keepdim=True))
+            return x / x.sum(1, keepdim=True) * self.p
+        if self.tail == "norm":
+            x = x - x.mean(1, keepdim=True)
+            return x * torch.rsqrt(torch.square(x).mean(1, keepdim=True) + 0.1)
+        if self.tail == "least":
+            return torch.min(x * 2.0, dim=1, keepdim=True)[0]
+        if self.tail == "sums":  # of positions, by sample
+            return torch.tanh(torch.logsumexp(x, 1).mean((1, 2)))
+        return torch.nn.functional.max_pool2d(torch.max(x, dim=1, keepdim=True)[0], 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tail", ["softmax", "norm", "least", "sums", "pool"])
+def test_channels_are_reduced_channels_last(tail, dtype, device):
+    """Lanes share a position's channels, of which there are some for each lane, or a few for all."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    for channels, size in ((5, (6, 13)), (24, (5, 9)), (160, (3, 7)), (296, (3, 4))):
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, *size).to(dtype).contiguous(memory_format=torch.channels_last)
+        run = assert_rule(Across(tail, channels).to(dtype), x, label=f"{tail} of {channels}")
+        assert run.plan.last and "by_sample" in run.plan.composed.text
+
+
+@pytest.mark.parametrize("channels", [9, 72])
+def test_ties_and_nan_between_lanes(channels, device):
+    """The first of a position's largest channels has the gradient, and the first NaN, whichever lane it is in."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(channels, channels, 1, bias=False), Largest())
+    model[0].weight.data = torch.eye(channels)[:, :, None, None]
+    x = torch.randint(-3, 3, (2, channels, 5, 8)).float()
+    x = torch.where(torch.rand_like(x) < 0.03, NAN, x).contiguous(memory_format=torch.channels_last)
+    dy = torch.randn(2, 5, 8)
+    leaf = x.clone().requires_grad_()
+    model[1](leaf).backward(dy)
+    segment = segment_of(model, x)
+    plan = schedule.plan(Case(segment, arguments := arguments_of(model, segment, x), True, x.dtype))
+    clean = plan.convolution._replace(run=lambda x, weight, *_: x)  # where a product would spread NaN
+    plan.convolution = clean
+    y, *saved = schedule.forward(plan, arguments)
+    assert plan.last and checks.equal(y, model[1](x)).all() and y.isnan().any()
+    dz, *_ = schedule._back(plan, False, True, True, arguments).launch(arguments, dy, *saved)
+    assert torch.equal(dz.view(2, 5, 8, channels).movedim(-1, 1), leaf.grad)
+
+
+class Largest(nn.Module):
+    def forward(self, x):
+        return torch.max(x, dim=1)[0]
 
 
 @pytest.mark.parametrize("layout", ["planes", "turned", "turned in two parts", "last"])

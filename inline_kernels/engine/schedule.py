@@ -88,16 +88,13 @@ def _build(case: Case) -> dict:
 
 
 def _is_last(case: Case, composed: Composed) -> bool:
-    """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both? Where channels are reduced at a
-    position, planes serve better."""
+    """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both?"""
     y = case.segment.outputs[0].space
     if not (case.last if _has_channels(y) else case.convolves_last):
         return False
     programs = [program for program in (composed.forward, composed.backward) if program]
-    passes = [each for program in programs for each in program.passes if isinstance(each, Planes)]
     leaves = [leaf.space for program in programs for leaf in program.leaves()]
-    shared = any(_has_channels(space) and not space.n for space in leaves)
-    return not shared and not any(each.by_sample for each in passes)
+    return not any(_has_channels(space) and not space.n for space in leaves)
 
 
 def _has_channels(space: Space) -> bool:
@@ -236,11 +233,13 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
     positions = plan.sizes.positions(each.level)
     pack = 8 if plan.value_dtype.itemsize == 2 else 4  # planes.cuh's kPack
     turned = plan.layout and number in program.turned
-    if plan.last or turned and source.sums_alone(program, number):  # LastPlane's
-        lanes = 32 if plan.sizes.C > 16 else 16 if plan.sizes.C > 8 else 8
-        most = -(-positions * lanes // (256 * pack))
+    if plan.last or turned and source.sums_alone(program, number):  # LastPlane's, or LastRows'
+        packs = -(-plan.sizes.C // pack)
+        lanes = min(32, 1 << (packs - 1).bit_length())
+        most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
         sums = any(key.what != "value" for key in each.targets)
-        return _shares(most, plan.sizes.N * -(-plan.sizes.C // lanes)) if sums else most
+        few = _shares(most, plan.sizes.N * side_by_side)
+        return few if sums else max(few, most // 4)
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
         side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)

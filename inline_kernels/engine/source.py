@@ -148,6 +148,7 @@ class _Text:
         self.numbers: dict[str, str] = {}
         self.scalar = False  # is it of single positions?
         self.picks_channel = False  # … at a channel of their own each?
+        self.chooses = False  # … whose channels have positions of their own each?
         self.reads_v = self.writes_dz = False
         self.made: set[Key] = set()  # arrays of this pass
         self.lazy: set[Node] = set()  # gates behind which alone something is drawn
@@ -235,7 +236,7 @@ class _Text:
         if node.op in ("put", "upsample"):
             return self._spread(node, scope), ""
         if node.op == "picked":
-            return f"{self.value(node.args[0], scope)} == int({scope.c})", ""
+            return f"{self.value(node.args[0], scope)} == {self._channel(scope)}", ""
         if scope.kind in ("small", "lanes"):
             return self._small_reduction(node, scope), ""
         if node.op == "take":
@@ -264,13 +265,24 @@ class _Text:
     def _read(self, array: Array, scope: Scope) -> str:
         name = self.pointer(array)
         if array.space.small:
-            text = f"{name}[{self.index(array.space, scope)}]"
+            at = self.index(array.space, scope)
+            if array.space.c and self._has_packs(scope):
+                return f"load::of({name}, {at})"
+            text = f"{name}[{at}]"
             return f"{self.real(scope)}({text})" if array.kind not in ("index", "byte") else text
         if array.space.c or (scope.kind == "point" and scope.c == "0"):
             text = f"{scope.at}.read({name})"
         else:
             text = f"{scope.at}.shared({name})"
         return f"{text} != 0" if array.kind == "mask" else text
+
+    def _has_packs(self, scope: Scope) -> bool:
+        """May a scope's channel be some neighbours? On a GPU, channels last."""
+        return not self.program.on_cpu and scope.kind not in ("small", "lanes")
+
+    def _channel(self, scope: Scope) -> str:
+        """Its number, to be compared with an index."""
+        return scope.c if self._has_packs(scope) else f"int({scope.c})"
 
     def _leaf(self, node: Node, scope: Scope) -> tuple[str, str]:
         name, kind = node.attr
@@ -367,16 +379,19 @@ class _Text:
             self.prepare([node.args[0] for node in nodes], inner)
             self._add_finer(inner)
         declared, ends = [], []
+        shared = axis == "c" and not self.program.on_cpu  # may lanes have some of the channels each?
+        own, of = ("own_", "_channel") if shared else ("", "")
         for node in nodes:
             name = local(node)
             term = self._broadcast(node.args[0], inner)
             if node.op == "pick":
-                declared.append(
-                    f"auto best{node.id} = {scope.at}.{'largest' if node.attr[1] > 0 else 'smallest'}();"
-                )
+                best = f"best{node.id}"
+                word = "largest" if node.attr[1] > 0 else "smallest"
+                declared.append(f"auto {own}{best} = {scope.at}.{word}{of}();")
+                ends += [f"const auto {best} = {scope.at}.all({own}{best});"] * shared
                 last = axis != "c" and None not in self.graph.levels[axis].window
                 place = "e.c" if axis == "c" else "e.place"
-                take = f"best{node.id}.{'take_last' if last else 'take'}({term}, {place})"
+                take = f"{own}{best}.{'take_last' if last else 'take'}({term}, {place})"
                 takes = self.takes.get(node, ())
                 inner.lines.append(f"const auto better{node.id} = {take};" if takes else f"{take};")
                 for each in takes:
@@ -387,13 +402,17 @@ class _Text:
                     scope.known[each] = name
                 scope.known[node] = f"best{node.id}.index"
                 continue
-            declared.append(f"auto {name} = {scope.at}.zero();")
+            declared.append(f"auto {own}{name} = {scope.at}.{'channel_' * shared}zero();")
+            total = f"{scope.at}.all({own}{name})" if shared else name
+            declares = "const auto " * shared
             if node.op == "variance":
                 mean = self.value(node.args[1], inner)
-                inner.lines.append(f"{name} += math::square({self._operand(node.args[0], inner)} - {mean});")
-                ends.append(f"{name} = {name} / real({self.number('C')});  // variance")
+                square = f"math::square({self._operand(node.args[0], inner)} - {mean})"
+                inner.lines.append(f"{own}{name} += {square};")
+                ends.append(f"{declares}{name} = {total} / real({self.number('C')});  // variance")
             else:
-                inner.lines.append(f"{name} += {term};")
+                inner.lines.append(f"{own}{name} += {term};")
+                ends += [f"{declares}{name} = {total};"] * shared
             scope.known[node] = name
         scope.lines += [*declared, head, *[f"  {line}" for line in inner.lines], "});", *ends]
 
@@ -411,7 +430,7 @@ class _Text:
             if not scope.knows(index):
                 raise Unsupported("an extreme that no loop has found")
             return f"best{index.id}.value"
-        self.scalar = True
+        self.scalar = self.chooses = True
         place, axis = self.value(index, scope), index.attr[0]
         known = f"chosen{index.id}"
         if axis == "c":
@@ -443,7 +462,7 @@ class _Text:
         real = self.real(scope)
         if node.op == "put" and node.args[1].attr[0] == "c":
             index, values = self.value(node.args[1], scope), self.value(node.args[0], scope)
-            return f"math::select({index} == int({scope.c}), {values}, {real}(0))"
+            return f"math::select({index} == {self._channel(scope)}, {values}, {real}(0))"
         if node.op == "put" and node.args[1].attr[0] == "s":
             raise Unsupported("an extreme over all positions")
         level = node.args[1].attr[0] if node.op == "put" else node.attr
@@ -559,7 +578,8 @@ class _Text:
         self.members = [name for found in members.values() for name in found]
         if self.scalar:
             windows = "" if self.picks_channel else ", kWindows = true"
-            lines.append(f"  static constexpr bool kScalar = true{windows};")
+            single = ", kSingle = true" if self.chooses and not self.program.on_cpu else ""
+            lines.append(f"  static constexpr bool kScalar = true{windows}{single};")
         lines.append(f"  template <class {parameter}> ON_DEVICE void operator()({declared}) const {{")
         lines += [f"    {line}" for line in body]
         return [*lines, "  }", "};"]
@@ -994,6 +1014,8 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
                 skeleton, layout = "sums_of_v" if sums_alone(program, i) else "planes_of_v", ", layout"
                 if program.texts[i].writes_dz:
                     skeleton, v = "planes_to_v", f"{v}, dz"
+            if each.by_sample:
+                skeleton, v = "by_sample", f"C, {v}"
             calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")
             calls += merging(program, i)
         else:

@@ -201,20 +201,11 @@ void turned(const Pass& pass, const Extent& extent, const value_t* values, value
 template <class Pass>
 void units(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts, cudaStream_t stream);
 
-// Where v alone is (N, S, C), K positions of it; of nothing else at positions.
-template <int K> struct PointOfV : Point<K> {
-  __device__ __forceinline__ typename Point<K>::T v() const {
-    const value_t* const first = this->values + (this->n * this->extent.positions() + this->position) * this->C + this->c;
-    if constexpr (K == 1) return real(*first);
-    else return lanes<K>([&](int i) { return real(first[i * this->C]); });
-  }
-};
-
 // A pass that sums what it makes of v, and writes nothing at positions: turned, it needs no tiles.
 template <class Pass>
 void sums_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64_t parts, int64_t layout, cudaStream_t stream) {
   if (kLast || layout == kPlanes) planes(pass, extent, v, parts, stream);
-  else in_planes<true, LastPlane<false, PointOfV>>(pass, extent, v, parts, stream);
+  else in_last_planes<kPack, PointAcross>(pass, extent, v, parts, stream);
 }
 
 // Passes that read v, and one that writes its gradient. Turned, a plane has at most as many parts as kTilePositions.
