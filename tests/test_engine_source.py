@@ -731,6 +731,16 @@ class Largest(nn.Module):
         return torch.max(x, dim=1)[0]
 
 
+def test_small_arrays_stand_anywhere(device):
+    """A model's parameters may be parts of one tensor; neighbouring channels are read together where that is allowed."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    torch.manual_seed(0)
+    model, x = Last("gates", 24, 2), torch.randn(2, 3, 6, 7).contiguous(memory_format=torch.channels_last)
+    model.p.data = torch.randn(32)[3:27].view(24, 1, 1)
+    assert model.p.data_ptr() % 16 and assert_rule(model, x).plan.last
+
+
 @pytest.mark.parametrize("layout", ["planes", "turned", "turned in two parts", "last"])
 def test_many_parts(layout, device, monkeypatch):
     """Then a pass of its own merges them. Turned, a block has many tiles."""
@@ -842,11 +852,13 @@ class Gated(nn.Module):
         return torch.relu(self.norm(self.conv(x)))
 
 
-def test_planes_without_a_gradient(device):
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_planes_without_a_gradient(layout, device):
     """They are not read; values that are not finite make NaN of a group all the same."""
     torch.manual_seed(0)
-    model, x = Gated(), torch.randn(2, 2, 9, 11)
+    model, x = Gated(), torch.randn(2, 2, 9, 11).contiguous(memory_format=layout)
     run = assert_rule(model, x)
+    assert run.plan.last == (device == "cuda" and layout == torch.channels_last)
     assert ("const bool idle" in run.plan.composed.text) == (device == "cuda")
     assert (run.results["gradient of norm.weight"][[0, 1, 2, 7]] == 0).all()
     x[1, 0, 4, 4] = INF

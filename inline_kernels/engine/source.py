@@ -149,6 +149,7 @@ class _Text:
         self.scalar = False  # is it of single positions?
         self.picks_channel = False  # … at a channel of their own each?
         self.chooses = False  # … whose channels have positions of their own each?
+        self.held: tuple[int, ...] = ()  # on a GPU: how many small values by channel, and sums, a plane has
         self.reads_v = self.writes_dz = False
         self.made: set[Key] = set()  # arrays of this pass
         self.lazy: set[Node] = set()  # gates behind which alone something is drawn
@@ -531,6 +532,8 @@ class _Text:
             self._add_finer(rest)
             head = f"plane.rest({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
             walk += [head, *[f"  {line}" for line in rest.lines], "});"]
+        if not (each.by_sample or self.program.on_cpu):
+            self.held = sum(node.space.c for node in plane.known), len(totals)
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends])
 
     def _lazy(self, roots: Iterable[Node]) -> set[Node]:
@@ -554,7 +557,7 @@ class _Text:
             return ""
         zeros = [self.value(node, plane) for node in dict.fromkeys(n for nodes in found for n in nodes)]
         finite = [name for node, name in plane.known.items() if node.space.small and name not in zeros]
-        count = f"{self.pointer(gate[1])}[{self.index(gate[1].space, plane)}]"
+        count = self._read(gate[1], plane)
         tests = [f"load::zeros({', '.join([count, *zeros])})"] + [
             f"load::finite({', '.join(finite)})"
         ] * bool(finite)
@@ -578,8 +581,11 @@ class _Text:
         self.members = [name for found in members.values() for name in found]
         if self.scalar:
             windows = "" if self.picks_channel else ", kWindows = true"
-            single = ", kSingle = true" if self.chooses and not self.program.on_cpu else ""
-            lines.append(f"  static constexpr bool kScalar = true{windows}{single};")
+            lines.append(f"  static constexpr bool kScalar = true{windows};")
+        if self.held:
+            single = str(self.chooses).lower()
+            lines.append(f"  static constexpr bool kSingle = {single};")
+            lines.append(f"  static constexpr int kHeld = {self.held[0]}, kSums = {self.held[1]};")
         lines.append(f"  template <class {parameter}> ON_DEVICE void operator()({declared}) const {{")
         lines += [f"    {line}" for line in body]
         return [*lines, "  }", "};"]

@@ -27,22 +27,27 @@ template <class E, int K> struct alignas(sizeof(E) * K < 16 ? sizeof(E) * K : 16
 // The type in which a pass computes with an array's elements.
 template <class E> using computed = std::conditional_t<std::is_integral_v<E>, int, real>;
 
-// Channels: the number of one, or of K neighbours. Behind the last one stands again the last.
-template <int K> using Channels = std::conditional_t<K == 1, int64_t, Pack<int64_t, K>>;
-template <int K> __device__ __forceinline__ Channels<K> channels_from(int64_t first, int64_t C) {
-  if constexpr (K == 1) return first;
-  else return lanes<K>([&](int i) { return first + i < C ? first + i : C - 1; });
+// The numbers of K neighbouring channels, of which the first is a multiple of K; and places that far in a small array.
+template <int K> struct Neighbours {
+  int64_t first;
+};
+template <int K> __device__ __forceinline__ int64_t lane_of(const Neighbours<K>& at, int i) { return at.first + i; }
+template <int K> __device__ __forceinline__ Neighbours<K> operator+(int64_t offset, const Neighbours<K>& at) { return {offset + at.first}; }
+template <int K> __device__ __forceinline__ auto operator==(int64_t channel, const Neighbours<K>& at) {
+  return lanes<K>([&](int i) { return channel == at.first + i; });
 }
+template <int K> using Channels = std::conditional_t<K == 1, int64_t, Neighbours<K>>;
 
-// What a small array has for a channel, or for neighbours.
+// What a small array has for a channel, or for neighbours. Those of double are in a launcher's room, others may stand anywhere.
 template <class E> __device__ __forceinline__ auto of(const E* from, int64_t at) { return computed<E>(from[at]); }
-template <class E, int K> __device__ __forceinline__ auto of(const E* from, const Pack<int64_t, K>& at) {
-  const E* const first = from + at.at[0];
-  if (at.at[K - 1] - at.at[0] == K - 1 && reinterpret_cast<uintptr_t>(first) % alignof(Memory<E, K>) == 0) {
+template <class E, int K> __device__ __forceinline__ auto of(const E* from, const Neighbours<K>& at) {
+  const E* const first = from + at.first;
+  if constexpr (sizeof(E) > sizeof(real)) {
     const Memory<E, K> memory = *reinterpret_cast<const Memory<E, K>*>(first);
     return lanes<K>([&](int i) { return computed<E>(memory.at[i]); });
+  } else {
+    return lanes<K>([&](int i) { return computed<E>(first[i]); });
   }
-  return lanes<K>([&](int i) { return computed<E>(from[at.at[i]]); });
 }
 
 // K neighbouring positions of plane (n, c) of a level with C channels; or, `across`, K neighbouring channels of one position.
@@ -55,22 +60,16 @@ template <int K, bool across = false> struct Point {
   Channels<across ? K : 1> c;
   int64_t C;
   int position, place;
-  bool aligned;  // is offset() a multiple of K, and are there all K?
+  bool aligned;  // is offset() a multiple of K?
 
   // Of lane i.
-  __device__ __forceinline__ int64_t channel_of(int i) const { return lane_of(c, i); }
   __device__ __forceinline__ int64_t place_in_planes(int i = 0) const {
-    return (n * C + channel_of(i)) * extent.positions() + position + (across ? 0 : i);
+    return (n * C + lane_of(c, i)) * extent.positions() + position + (across ? 0 : i);
   }
-  __device__ __forceinline__ int64_t offset(int i = 0) const {
-    return kLast || across ? (n * extent.positions() + position) * C + channel_of(i) : place_in_planes(i);
+  __device__ __forceinline__ int64_t offset() const {
+    return kLast || across ? (n * extent.positions() + position) * C + lane_of(c, 0) : place_in_planes();
   }
-  template <class E> __device__ __forceinline__ auto read(const E* from) const {
-    if constexpr (across) {
-      if (!aligned) return lanes<K>([&](int i) { return computed<E>(from[offset(i)]); });
-    }
-    return load(from + offset(), aligned);
-  }
+  template <class E> __device__ __forceinline__ auto read(const E* from) const { return load(from + offset(), across || aligned); }
   template <class E> __device__ __forceinline__ auto shared(const E* from) const {
     const int S = extent.positions();
     if constexpr (across) return computed<E>(from[n * S + position]);
@@ -80,10 +79,9 @@ template <int K, bool across = false> struct Point {
   template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
     if constexpr (K == 1) {
       to[offset()] = E(lane_of(x, 0));
-    } else if (!aligned) {
+    } else if (!across && !aligned) {
 #pragma unroll
-      for (int i = 0; i < K; i++)
-        if (!across || i == 0 || channel_of(i) != channel_of(i - 1)) to[offset(i)] = E(lane_of(x, i));
+      for (int i = 0; i < K; i++) to[offset() + i] = E(lane_of(x, i));
     } else {
       Memory<E, K> memory;
 #pragma unroll
@@ -95,13 +93,13 @@ template <int K, bool across = false> struct Point {
   // The mask of a dropout by an element's number, where arrays have it: four neighbours share a draw. which: of a pass's dropouts.
   __device__ __forceinline__ auto kept(const int64_t* seed, int64_t number, int which, double probability) const {
     const uint64_t drawn_by = seed_of(seed, number) + which * 0x9E3779B97F4A7C15u;
-    const auto place = [&](int i) { return kLast ? offset(i) : place_in_planes(i); };
+    const auto place = [&](int i) { return kLast ? offset() + i : place_in_planes(i); };
     const auto one = [&](int64_t i) { return dropout_keeps(philox(drawn_by, i / 4).lane[i % 4], probability); };
     const int64_t first = place(0);
     if constexpr (K == 1) {
       return one(first);
     } else {
-      if (!aligned || kLast != across) return lanes<K>([&](int i) { return one(place(i)); });
+      if ((!across && !aligned) || kLast != across || K % 4) return lanes<K>([&](int i) { return one(place(i)); });
       Pack<bool, K> mask;
 #pragma unroll
       for (int i = 0; i < K; i += 4) {
@@ -145,7 +143,7 @@ template <int K, bool across = false> struct Point {
       for (int j = 0; j < kh; j++) {
         const int row = ((w.d * kd + i) * fine.H + w.h * kh + j) * fine.W + w.w * kw;
 #pragma unroll 4
-        for (int k = 0; k < kw; k++) f(Point{fine, values, n, c, C, row + k, (i * kh + j) * kw + k, aligned});
+        for (int k = 0; k < kw; k++) f(Point{fine, values, n, c, C, row + k, (i * kh + j) * kw + k, true});
       }
   }
   // What f says of the window that holds this point; 0 where none does.
@@ -188,7 +186,7 @@ template <int K, bool across = false> struct Point {
     const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
     if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return typename OfWindow::T{};
     const int place = ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw;
-    return f(OfWindow{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place, aligned});
+    return f(OfWindow{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place, true});
   }
 };
 
@@ -260,20 +258,17 @@ HOST_DEVICE unsigned lanes_across(int64_t C, int K) {
   return best;
 }
 
-// A block's sums and moments of K channels a lane; see Sum and ShiftedSums.
+// A lane's sums and moments of K channels; see Sum and ShiftedSums. turn: a point's, of each Sum::kFew, known where loops are unrolled.
 template <int K> struct SumsAcross {
+  const int& turn;
   real few[K] = {};
   double total[K] = {};
-  int count = 0;
   template <class X> __device__ __forceinline__ void add(const X& x) {
 #pragma unroll
-    for (int i = 0; i < K; i++) few[i] += lane_of(x, i);
-    if (++count == Sum::kFew) flush();
-  }
-  __device__ __forceinline__ void flush() {
-#pragma unroll
-    for (int i = 0; i < K; i++) total[i] += few[i], few[i] = 0;
-    count = 0;
+    for (int i = 0; i < K; i++) {
+      few[i] += lane_of(x, i);
+      if (turn == Sum::kFew - 1) total[i] += few[i], few[i] = 0;
+    }
   }
 };
 template <int K> struct MomentsAcross {
@@ -290,35 +285,54 @@ template <int K> struct MomentsAcross {
   }
 };
 
-// A lane's share of some planes, where arrays are channels last: K channels side by side at some positions. Rows of lanes_across lanes take
-// positions in turn. A lane behind the last channel does nothing.
-template <int K, class ThePoint> class LastPlane {
+// Channels last: registers are full of what a pass has by channel, kHeld small values and kSums sums.
+template <class Pass, class = void> struct Last {
+  static constexpr int channels = kPack, at_once = 1, blocks = channels * sizeof(real) > 16 ? 2 : 3;
+};
+template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {
+  static constexpr bool few = !Pass::kSums && Pass::kHeld <= 4;
+  static constexpr int channels = Pass::kSingle ? 1 : few ? kPack : 4, at_once = Pass::kSums ? Sum::kFew : 1;
+  static constexpr int blocks = (few ? channels : 4) * sizeof(real) > 16 || Pass::kHeld + 3 * Pass::kSums > 12 ? 2 : 3;
+};
+
+// A lane's share of some planes, where arrays are channels last: K channels side by side at some positions. C is a multiple of K. Rows of
+// lanes_across lanes take positions in turn. A lane behind the last channel stands for it and does nothing.
+template <int K, int kAtOnce> class LastPlane {
+  static_assert(kAtOnce == 1 || kAtOnce == Sum::kFew);
+  using ThePoint = Point<K, (K > 1)>;
+
  public:
-  static constexpr int kChannels = K;
   const int64_t n;
   const Channels<K> c;
   __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts)
       : LastPlane(extent, values, parts, lanes_across(extent.C, K)) {}
 
-  template <class F> __device__ __forceinline__ void each(const F& f) const {
-    const int S = extent_.positions();
-    if (!active_) return;
-#pragma unroll 2
-    for (int i = first(); i < S; i += step()) f(point(extent_, i));
+  // kAtOnce points read before the first is used, where the pass writes nothing.
+  template <class F> __device__ __forceinline__ void each(const F& f) {
+    const int S = active_ ? extent_.positions() : 0, step = this->step();
+    int i = first();
+    if constexpr (kAtOnce > 1) {
+      for (; i + (kAtOnce - 1) * step < S; i += kAtOnce * step)
+#pragma unroll
+        for (turn_ = 0; turn_ < kAtOnce; turn_++) f(point(extent_, i + turn_ * step));
+    }
+    turn_ = Sum::kFew - 1;
+#pragma unroll 1
+    for (; i < S; i += step) f(point(extent_, i));
   }
   // Positions of the finer level that lie in no window.
-  template <class P, class F> __device__ __forceinline__ void rest(P, const Extent& fine, const F& f) const {
+  template <class P, class F> __device__ __forceinline__ void rest(P, const Extent& fine, const F& f) {
     const int D = extent_.D * P::depth(fine), H = extent_.H * P::height(fine), W = extent_.W * P::width(fine);
+    turn_ = Sum::kFew - 1;
     for (int i = active_ ? first() : fine.positions(); i < fine.positions(); i += step()) {
       const Coordinates at = coordinates(fine, i);
       if (at.d >= D || at.h >= H || at.w >= W) f(point(fine, i));
     }
   }
-  __device__ __forceinline__ SumsAcross<K> sum() const { return {}; }
+  __device__ __forceinline__ SumsAcross<K> sum() const { return {turn_}; }
   __device__ __forceinline__ MomentsAcross<K> moments() const { return {}; }
   // One of a plane's `parts` values.
-  __device__ void reduce(double* out, SumsAcross<K>& sums) const {
-    sums.flush();
+  __device__ void reduce(double* out, const SumsAcross<K>& sums) const {
     put(out, added(sums.total));
   }
   // All are shifted by the block's first shift, then added.
@@ -343,18 +357,18 @@ template <int K, class ThePoint> class LastPlane {
   __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes)
       : LastPlane(extent, values, parts, lanes, (unsigned(extent.C) + lanes * K - 1) / (lanes * K)) {}
   __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes, unsigned tiles)
-      : n(blockIdx.x / tiles / parts), c(channels_from<K>(first_of(lanes, tiles, extent), extent.C)), extent_(extent), values_(values),
+      : n(blockIdx.x / tiles / parts), c{first_of(lanes, tiles, extent)}, extent_(extent), values_(values),
         tile_(blockIdx.x % tiles), part_(blockIdx.x / tiles % parts), parts_(parts), lanes_(lanes),
         active_((blockIdx.x % tiles * lanes + threadIdx.x % lanes) * K < unsigned(extent.C)) {}
   static __device__ int64_t first_of(unsigned lanes, unsigned tiles, const Extent& extent) {
     const unsigned first = (blockIdx.x % tiles * lanes + threadIdx.x % lanes) * K;
-    return first < unsigned(extent.C) ? first : extent.C - 1;
+    return first < unsigned(extent.C) ? first : extent.C - K;
   }
   __device__ __forceinline__ unsigned lane() const { return threadIdx.x % lanes_; }
   __device__ __forceinline__ int first() const { return int((part_ * kPlaneThreads + threadIdx.x) / lanes_); }
   __device__ __forceinline__ int step() const { return int(parts_ * kPlaneThreads / lanes_); }
   __device__ __forceinline__ ThePoint point(const Extent& extent, int position) const {
-    return {extent, values_, n, c, extent_.C, position, 0, extent_.C % K == 0};
+    return {extent, values_, n, c, extent_.C, position, 0, true};
   }
   // The sum over all lanes of a channel, in a fixed order: in thread t that of the tile's channel t.
   __device__ double added(const double (&own)[K]) const {
@@ -382,10 +396,19 @@ template <int K, class ThePoint> class LastPlane {
   const value_t* values_;
   const unsigned tile_, part_, parts_, lanes_;
   const bool active_;
+  int turn_ = 0;
 };
 
-// A position of a pass by sample, where arrays are channels last: `lanes` neighbours of a warp have K of its channels each, and then the next.
+// A position of a pass by sample, where arrays are channels last: `lanes` neighbours of a warp have K of its channels each, and then the next;
+// where there are many, kPacks of them a lane, which it reads together.
 // What is made of channels is merged between them, in a fixed order, and all have it. One that is not `active` has no channels.
+constexpr int kPacks = 4;
+HOST_DEVICE unsigned lanes_of_row(int64_t C, int K) {
+  const int64_t packs = (C + K - 1) / K;
+  unsigned lanes = 1;
+  while (lanes < 32 && (packs < 2 * kPacks ? lanes < packs : lanes * 2 * kPacks <= packs)) lanes *= 2;
+  return lanes;
+}
 template <int K> struct RowPoint : Point<1> {
   using Terms = std::conditional_t<K == 1, real, Pack<real, K>>;
   unsigned lanes;
@@ -398,10 +421,14 @@ template <int K> struct RowPoint : Point<1> {
     return Point<1>::channel(of < 0 ? 0 : of, channels);  // of none: nobody sees it
   }
   template <class F> __device__ __forceinline__ void channels(int64_t count, const F& f) const {
-    const int end = active ? int(count) : 0;
-#pragma unroll 2
-    for (int i = int(lane()) * K; i < end; i += int(lanes) * K)
-      f(Point<K, (K > 1)>{extent, values, n, channels_from<K>(i, count), count, position, 0, true});
+    const int end = active ? int(count) : 0, step = int(lanes) * K;
+    const auto point = [&](int i) { f(Point<K, (K > 1)>{extent, values, n, Channels<K>{i}, count, position, 0, true}); };
+    int i = int(lane()) * K;
+    for (; i + (kPacks - 1) * step < end; i += kPacks * step)
+#pragma unroll
+      for (int j = 0; j < kPacks; j++) point(i + j * step);
+#pragma unroll 1
+    for (; i < end; i += step) point(i);
   }
   __device__ __forceinline__ Terms channel_zero() const { return {}; }
   __device__ __forceinline__ Extreme<1, Terms> largest_channel() const { return {}; }
@@ -470,37 +497,38 @@ template <int K> class LastRows {
 template <class Pass, class = void> constexpr bool is_scalar = false;
 template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kScalar>> = true;
 
-template <class Pass, class = void> constexpr bool is_single = false;  // has it other positions a channel?
-template <class Pass> constexpr bool is_single<Pass, std::enable_if_t<Pass::kSingle>> = true;
-
-template <class ThePlane, class Pass, class... Lanes>
-__global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
+// kBlocks: of a multiprocessor, at least.
+constexpr int kPlaneBlocks = kPack * sizeof(real) > 16 ? 2 : 3;
+template <int kBlocks, class ThePlane, class Pass, class... Lanes>
+__global__ void __launch_bounds__(kPlaneThreads, kBlocks)
 planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts, Lanes... lanes) {
   ThePlane plane(extent, values, parts, lanes...);
   pass(plane);
 }
 
-// values: the convolution's, or null. A part has at most 2³¹ positions.
-template <int K, template <int> class ItsPoint, class Pass>
+// values: the convolution's, or null. A part has at most 2³¹ positions. K: channels a lane, or 1 where there is no multiple of K.
+template <int K, class Pass>
 void in_last_planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
-  using ThePlane = LastPlane<K, ItsPoint<K>>;
+  if constexpr (K > 1) {
+    if (extent.C % K) return in_last_planes<1>(pass, extent, values, parts, stream);
+  }
+  using ThePlane = LastPlane<K, Last<Pass>::at_once>;
+  constexpr int kBlocks = Last<Pass>::blocks;
   const int64_t across = int64_t(K) * lanes_across(extent.C, K), blocks = extent.N * ((extent.C + across - 1) / across) * parts;
   if (!blocks || !extent.positions()) return;
-  planes_kernel<ThePlane><<<unsigned(blocks), kPlaneThreads, 0, stream>>>(pass, extent, values, unsigned(parts));
+  planes_kernel<kBlocks, ThePlane><<<unsigned(blocks), kPlaneThreads, 0, stream>>>(pass, extent, values, unsigned(parts));
 }
-template <int K> using PointAcross = Point<K, (K > 1)>;
-
 template <class Pass>
 void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
   if constexpr (kLast) {
-    in_last_planes<is_single<Pass> ? 1 : kPack, PointAcross>(pass, extent, values, parts, stream);
+    in_last_planes<Last<Pass>::channels>(pass, extent, values, parts, stream);
   } else {
     using ThePlane = Plane<is_scalar<Pass>>;
     const int64_t S = extent.positions(), blocks = extent.N * extent.C * parts;
     if (!blocks || !S) return;
     const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts + 1;
     const unsigned threads = packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
-    planes_kernel<ThePlane><<<unsigned(blocks), threads, 0, stream>>>(pass, extent, values, unsigned(parts));
+    planes_kernel<kPlaneBlocks, ThePlane><<<unsigned(blocks), threads, 0, stream>>>(pass, extent, values, unsigned(parts));
   }
 }
 
@@ -509,10 +537,8 @@ template <int K, class Pass>
 void in_rows(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, int64_t parts, cudaStream_t stream) {
   using ThePlane = LastRows<K>;
   const unsigned blocks = unsigned(extent.N * parts);
-  unsigned lanes = 1;
-  while (lanes < 32 && lanes * K < C) lanes *= 2;
   if (!blocks || !extent.positions()) return;
-  planes_kernel<ThePlane><<<blocks, kPlaneThreads, 0, stream>>>(pass, extent, values, unsigned(parts), lanes);
+  planes_kernel<kPlaneBlocks, ThePlane><<<blocks, kPlaneThreads, 0, stream>>>(pass, extent, values, unsigned(parts), lanes_of_row(C, K));
 }
 template <class Pass>
 void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, int64_t parts, cudaStream_t stream) {

@@ -205,7 +205,7 @@ void units(const Pass& pass, const Extent& extent, const value_t* v, value_t* gr
 template <class Pass>
 void sums_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64_t parts, int64_t layout, cudaStream_t stream) {
   if (kLast || layout == kPlanes) planes(pass, extent, v, parts, stream);
-  else in_last_planes<kPack, PointAcross>(pass, extent, v, parts, stream);
+  else in_last_planes<Last<Pass>::channels>(pass, extent, v, parts, stream);
 }
 
 // Passes that read v, and one that writes its gradient. Turned, a plane has at most as many parts as kTilePositions.
