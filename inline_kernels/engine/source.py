@@ -152,6 +152,7 @@ class _Text:
         self.held: tuple[int, ...] = ()  # on a GPU: how many small values by channel, and sums, a plane has
         self.reads_v = self.writes_dz = False
         self.made: set[Key] = set()  # arrays of this pass
+        self.fresh: dict[Key, str] = {}  # of the planes' merged, those of this loop's turn
         self.lazy: set[Node] = set()  # gates behind which alone something is drawn
         self.takes: dict[
             Node, list[Node]
@@ -602,9 +603,9 @@ class _Text:
             first = self._loop_of(pending[0], each.mode)
             together: list[Key] = []
             for key in pending:
-                waits = [
-                    need for need in self.program.small_needs(key) if need in self.made and need not in done
-                ]
+                known = {*done, *together} if self._of_own_lanes(key, first) else done
+                needs = self.program.small_needs(key)
+                waits = [need for need in needs if need in self.made and need not in known]
                 if self._loop_of(key, each.mode) == first and not waits:
                     together.append(key)
             self.made -= done
@@ -635,6 +636,11 @@ class _Text:
         self.slices = max(n for n in range(1, _SLICES + 1) if common % n == 0)
         return self.slices > 1
 
+    def _of_own_lanes(self, key: Key, axis: str) -> bool:
+        """Are of values made in the same loop, along this axis, only those of its own turn read, which its lanes have?"""
+        reducing = [n for n in self.program._inside(key.node) if n.op in ("sum", "group", "variance", "pick", "take")]
+        return key.what == "value" and (not axis or all(n.op == "sum" and n.attr == "s" for n in reducing))
+
     def _loop_of(self, key: Key, mode: str) -> str:
         """Over what a block's loop runs: "n", "c" or one turn."""
         space = self.program.arrays[key].space
@@ -648,15 +654,18 @@ class _Text:
 
     def _small_loop(self, keys: list[Key], axis: str) -> list[str]:
         scope = Scope("small", "", "", "n", "c", [], None)
+        self.fresh.clear()
+        writes = []  # behind all that is read: no read waits for another's result
         for key in keys:
             array = self.program.arrays[key]
             to = self.pointer(array, written=True)
             at = f"{to} + {self.index(array.space, scope)}" if self.index(array.space, scope) != "0" else to
             if key.what == "value":
-                text = self.value(key.node, scope)
+                text = scope.known[key.node] = self.value(key.node, scope)
             else:
-                text = self._merged(key, scope)
-            scope.lines.append(f"lanes.write({at}, {text});")
+                text = self.fresh[key] = self._merged(key, scope)
+            writes.append(f"lanes.write({at}, {text});")
+        scope.lines += writes
         count = self.number(axis.upper()) if axis else "1"
         head = f"block.each({count}, [&](int64_t{' ' + axis if axis else ''}, const auto& lanes) {{"
         return [head, *[f"  {line}" for line in scope.lines], "});"]
@@ -670,7 +679,10 @@ class _Text:
         first = f"({index}) * {parts}" if " " in index else f"{index} * {parts}"
         name = self.pointer(array)
         if key.what == "sum":
-            return f"lanes.sum({parts}, [&](int64_t i) {{ return {name}[{first} + i]; }})"
+            sum = f"lanes.sum({parts}, [&](int64_t i) {{ return {name}[{first} + i]; }})"
+            scope.lines.append(f"const double {_total_of(key)} = {sum};")
+            scope.known[key.node] = _total_of(key)
+            return _total_of(key)
         known = f"plane{key.node.id}"
         line = f"const Moments<double> {known} = lanes.merge({name} + {first}, {parts});"
         if line not in scope.lines:
@@ -678,6 +690,8 @@ class _Text:
         return f"{known}.{key.what}"
 
     def _small_array(self, key: Key, scope: Scope) -> str:
+        if scope.kind == "small" and key in self.fresh:
+            return self.fresh[key]
         array = self.program.arrays[key]
         return f"{self.pointer(array)}[{self.index(array.space, scope)}]"
 
