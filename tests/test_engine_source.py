@@ -927,6 +927,26 @@ def test_whole_arrays_are_turned(dtype, folder, guarded):  # noqa: F811
             assert torch.equal(out, (rounded(t) if rounds else t).transpose(1, 2)), (size, rounds)
 
 
+@pytest.mark.parametrize("stride", [2, (1, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [3, 40])
+def test_positions_that_strides_meet(channels, dtype, stride, monkeypatch, device):
+    """Filters of one place: no other positions are turned, and their gradient is zero."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.TURNED)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(channels, 8, 1, stride), nn.SiLU()).to(dtype)
+    for size in ((5, 8), (12, 13), (1, 2)):
+        run = assert_rule(model, torch.randn(2, channels, *size).to(dtype), label=str(size))
+        down, across = model[0].stride
+        assert (2, channels, *size, down, across, False) in run.plan.transposes
+        dx = run.results["gradient of x"].clone()
+        assert dx.count_nonzero() and dx.is_contiguous()
+        dx[:, :, ::down, ::across] = 0
+        assert not dx.count_nonzero()
+
+
 @pytest.mark.parametrize("layout", [schedule.TURNED, schedule.FOR_TF32])
 def test_filters_of_one_place(layout, monkeypatch, device):
     """They lie as channels last already; nothing is launched for them but to round."""

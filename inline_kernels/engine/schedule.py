@@ -520,7 +520,8 @@ def _turned(plan: Plan, program: Program, layout: int) -> int:
 
 def _laid_out(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
     """v, convolved channels last, as forward's passes read it, contiguous: (N, C, …) or, turned, (N, …, C)."""
-    v = library.convolve(plan.convolution, x, weight, lambda t: _channels_last(plan, t, plan.runs))
+    how, image = _met(plan, x, weight, plan.runs)
+    v = library.convolve(how, image, weight, lambda t: _channels_last(plan, t, plan.runs))
     return v.movedim(1, -1).contiguous() if plan.layout else _in_planes(plan, v)
 
 
@@ -537,12 +538,35 @@ def _convolution_gradients(
         dz = dz.view(N, *size, C).movedim(-1, 1)
     else:
         dz = _channels_last(plan, dz.view(N, C, *size), layout)
+    how, image = _met(plan, x, weight, layout)
     dx, dw = library.convolve_backward(
-        plan.convolution, dz, x, weight, wanted, lambda t: _channels_last(plan, t, layout)
+        how, dz, image, weight, wanted, lambda t: _channels_last(plan, t, layout)
     )
+    if dx is not None and image is not x:
+        down, across = plan.convolution.stride
+        of_all = x.new_zeros(x.shape)
+        of_all[:, :, ::down, ::across] = dx
+        return of_all, dw
     if dx is not None and not library.is_channels_last(x, weight):
         dx = _in_planes(plan, dx)
     return dx, dw
+
+
+def _met(plan: Plan, x: Tensor, weight: Tensor, layout: int) -> tuple[library.Convolution, Tensor]:
+    """Of filters of one place that meet only some of x's positions, these alone, channels last, and the convolution of them; else all of x."""
+    how = plan.convolution
+    meets_all = math.prod(how.stride) == 1 or any(how.padding) or how.around
+    if x.dim() != 4 or math.prod(weight.shape[2:]) > 1 or meets_all or library.is_channels_last(x):
+        return how, x
+    (N, C, height, width), (down, across) = x.shape, how.stride
+    size = (height - 1) // down + 1, (width - 1) // across + 1
+    numbers = N, C, height, width, down, across, layout == FOR_TF32
+    if numbers not in plan.transposes:
+        plan.transposes[numbers] = plan.kernels.transpose_picked.bound(*numbers, trusting=True)
+    met = x.new_empty(N, *size, C)
+    plan.transposes[numbers](met, x.contiguous())
+    once = (1, 1)
+    return how._replace(stride=once, behind=(how.behind[0], once, *how.behind[2:])), met.movedim(-1, 1)
 
 
 def _channels_last(plan: Plan, t: Tensor, layout: int) -> Tensor:

@@ -775,9 +775,12 @@ def struct(name: str, program: Program, names: Names, number: int) -> tuple[list
     return lines, text
 
 
-# A whole array, turned: from (N, rows, columns) to (N, columns, rows).
+# A whole array, turned: from (N, rows, columns) to (N, columns, rows); or of images the positions that strides meet.
 TRANSPOSE = """EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool for_tf32, cudaStream_t stream) {
   load::transpose(out, source, N, rows, columns, for_tf32, stream);
+}
+EXPORT void transpose_picked(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t height, int64_t width, int64_t down, int64_t across, bool for_tf32, cudaStream_t stream) {
+  load::transpose_picked(out, source, N, rows, height, width, down, across, for_tf32, stream);
 }
 """
 
