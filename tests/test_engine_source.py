@@ -767,6 +767,19 @@ def test_many_parts(layout, device, monkeypatch):
     assert parts[0] == 2 if layout == "turned in two parts" else parts[0] > 32
 
 
+@pytest.mark.parametrize("parts", [3, 30])
+def test_some_parts(parts, device, monkeypatch):
+    """A small pass merges them, several a lane, whose means are far apart."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(schedule, "_parts", lambda *given: parts)
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 64, 62) + torch.linspace(-9, 9, 64)[:, None]
+    model = Last("norm", 8, 2)
+    run = assert_rule(model, x.contiguous(memory_format=torch.channels_last))
+    assert run.plan.last
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_a_bias_alone(layout, device):
     """A convolution without a tail, as a segment on a GPU; without a bias nothing follows it."""

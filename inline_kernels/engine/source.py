@@ -638,7 +638,9 @@ class _Text:
 
     def _of_own_lanes(self, key: Key, axis: str) -> bool:
         """Are of values made in the same loop, along this axis, only those of its own turn read, which its lanes have?"""
-        reducing = [n for n in self.program._inside(key.node) if n.op in ("sum", "group", "variance", "pick", "take")]
+        reducing = [
+            n for n in self.program._inside(key.node) if n.op in ("sum", "group", "variance", "pick", "take")
+        ]
         return key.what == "value" and (not axis or all(n.op == "sum" and n.attr == "s" for n in reducing))
 
     def _loop_of(self, key: Key, mode: str) -> str:
