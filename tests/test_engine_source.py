@@ -550,10 +550,17 @@ def test_no_more_is_kept_than_eager_keeps():
 
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 @pytest.mark.parametrize(
-    "number, value, architecture",
-    [(85, "half_t", "80"), (52, "float", "90a"), (92, "double", "90a")],
+    "number, value, architecture, last",
+    [
+        (85, "half_t", "80", 0),
+        (52, "float", "90a", 0),
+        (92, "double", "90a", 0),
+        (85, "bfloat16_t", "90a", 1),
+        (52, "bfloat16_t", "90a", 1),
+        (92, "float", "90a", 1),
+    ],
 )
-def test_kernels_compile_without_spills(number, value, architecture, monkeypatch, tmp_path):
+def test_kernels_compile_without_spills(number, value, architecture, last, monkeypatch, tmp_path):
     monkeypatch.setattr(library, "device_type", lambda x: "cuda")
     model, x = problem(number)
     segment = segment_of(model, x)
@@ -571,7 +578,15 @@ def test_kernels_compile_without_spills(number, value, architecture, monkeypatch
         "-I",
         inline_loader.KERNELS,
     ]
-    command += [f"-DVALUE_T={value}", "-Werror", "all-warnings", source, "-o", tmp_path / "tail.cubin"]
+    command += [
+        f"-DVALUE_T={value}",
+        f"-DCHANNELS_LAST={last}",
+        "-Werror",
+        "all-warnings",
+        source,
+        "-o",
+        tmp_path / "tail.cubin",
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     spills = [

@@ -584,8 +584,8 @@ class _Text:
             windows = "" if self.picks_channel else ", kWindows = true"
             lines.append(f"  static constexpr bool kScalar = true{windows};")
         if self.held:
-            single = str(self.chooses).lower()
-            lines.append(f"  static constexpr bool kSingle = {single};")
+            single, writes = (str(each).lower() for each in (self.chooses, bool(self.made)))
+            lines.append(f"  static constexpr bool kSingle = {single}, kWrites = {writes};")
             lines.append(f"  static constexpr int kHeld = {self.held[0]}, kSums = {self.held[1]};")
         lines.append(f"  template <class {parameter}> ON_DEVICE void operator()({declared}) const {{")
         lines += [f"    {line}" for line in body]

@@ -285,14 +285,14 @@ template <int K> struct MomentsAcross {
   }
 };
 
-// Channels last: registers are full of what a pass has by channel, kHeld small values and kSums sums.
+// Channels last: registers are full of what a pass has by channel, kHeld small values and kSums sums. kWrites: at positions.
 template <class Pass, class = void> struct Last {
   static constexpr int channels = kPack, at_once = 1, blocks = channels * sizeof(real) > 16 ? 2 : 3;
 };
 template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {
   static constexpr bool few = !Pass::kSums && Pass::kHeld <= 4;
-  static constexpr int channels = Pass::kSingle ? 1 : few ? kPack : 4, at_once = Pass::kSums ? Sum::kFew : 1;
-  static constexpr int blocks = (few ? channels : 4) * sizeof(real) > 16 || Pass::kHeld + 3 * Pass::kSums > 12 ? 2 : 3;
+  static constexpr int channels = Pass::kSingle ? 1 : few ? kPack : 4, at_once = Pass::kWrites ? 1 : Sum::kFew;
+  static constexpr int blocks = (few ? channels : 4) * sizeof(real) > 16 || Pass::kHeld + 3 * Pass::kSums > 9 ? 2 : 3;
 };
 
 // A lane's share of some planes, where arrays are channels last: K channels side by side at some positions. C is a multiple of K. Rows of
