@@ -789,7 +789,7 @@ def test_some_parts(parts, device, monkeypatch):
         pytest.skip("a GPU's way")
     monkeypatch.setattr(schedule, "_parts", lambda *given: parts)
     torch.manual_seed(0)
-    x = torch.randn(1, 3, 64, 62) + torch.linspace(-9, 9, 64)[:, None]
+    x = torch.randn(2, 3, 64, 62) + torch.linspace(-9, 9, 64)[:, None]
     model = Last("norm", 8, 2)
     run = assert_rule(model, x.contiguous(memory_format=torch.channels_last))
     assert run.plan.last
