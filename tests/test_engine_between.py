@@ -48,9 +48,10 @@ def test_what_is_kept():
     assert unet.count(OPERAND) == 14 and unet[-1] == ENDS
     assert results(NETWORKS["vae_block"].model()) == [OPERAND, OPERAND, ENDS]
     assert results(Before(32)) == [KEPT, OPERAND, KEPT, OPERAND, OPERAND, ENDS]
-    assert results(
-        nn.Sequential(Chain(), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3, bias=False))
-    ) == [OPERAND, OPERAND]
+    plain = nn.Sequential(
+        nn.Conv2d(32, 32, 1, bias=False), nn.Conv2d(32, 8, 3, bias=False), nn.BatchNorm2d(8)
+    )
+    assert results(nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), plain)) == [OPERAND, ENDS]
 
 
 @pytest.mark.parametrize(

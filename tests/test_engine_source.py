@@ -550,10 +550,17 @@ def test_no_more_is_kept_than_eager_keeps():
 
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 @pytest.mark.parametrize(
-    "number, value, architecture",
-    [(85, "half_t", "80"), (52, "float", "90a"), (92, "double", "90a")],
+    "number, value, architecture, last",
+    [
+        (85, "half_t", "80", 0),
+        (52, "float", "90a", 0),
+        (92, "double", "90a", 0),
+        (85, "bfloat16_t", "90a", 1),
+        (52, "bfloat16_t", "90a", 1),
+        (92, "float", "90a", 1),
+    ],
 )
-def test_kernels_compile_without_spills(number, value, architecture, monkeypatch, tmp_path):
+def test_kernels_compile_without_spills(number, value, architecture, last, monkeypatch, tmp_path):
     monkeypatch.setattr(library, "device_type", lambda x: "cuda")
     model, x = problem(number)
     segment = segment_of(model, x)
@@ -571,7 +578,15 @@ def test_kernels_compile_without_spills(number, value, architecture, monkeypatch
         "-I",
         inline_loader.KERNELS,
     ]
-    command += [f"-DVALUE_T={value}", "-Werror", "all-warnings", source, "-o", tmp_path / "tail.cubin"]
+    command += [
+        f"-DVALUE_T={value}",
+        f"-DCHANNELS_LAST={last}",
+        "-Werror",
+        "all-warnings",
+        source,
+        "-o",
+        tmp_path / "tail.cubin",
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     spills = [
@@ -647,7 +662,7 @@ class Last(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("channels", [5, 12, 70])
+@pytest.mark.parametrize("channels", [5, 12, 70, 96])  # behind a pack, in several rows of lanes, and both
 @pytest.mark.parametrize(
     "tail, nd",
     [
@@ -665,6 +680,80 @@ def test_all_is_channels_last(tail, nd, channels, dtype, device):
     x = x.contiguous(memory_format=library.channels_last(x))
     run = assert_rule(Last(tail, channels, nd).to(dtype), x, label=tail)
     assert run.plan.last and library.is_channels_last(run.y)
+
+
+class Across(nn.Module):
+    """Tails that reduce channels at a position."""
+
+    def __init__(self, tail: str, channels: int):
+        super().__init__()
+        self.conv, self.tail = nn.Conv2d(3, channels, 3, padding=1), tail
+        self.p = nn.Parameter(torch.randn(channels, 1, 1))
+
+    def forward(self, x):
+        x = self.conv(x) * self.p
+        if self.tail == "softmax":  # torch's own gives planes
+            x = torch.exp(x - torch.amax(x, 1, keepdim=True))
+            return x / x.sum(1, keepdim=True) * self.p
+        if self.tail == "norm":
+            x = x - x.mean(1, keepdim=True)
+            return x * torch.rsqrt(torch.square(x).mean(1, keepdim=True) + 0.1)
+        if self.tail == "least":
+            return torch.min(x * 2.0, dim=1, keepdim=True)[0]
+        if self.tail == "sums":  # of positions, by sample
+            return torch.tanh(torch.logsumexp(x, 1).mean((1, 2)))
+        return torch.nn.functional.max_pool2d(torch.max(x, dim=1, keepdim=True)[0], 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tail", ["softmax", "norm", "least", "sums", "pool"])
+def test_channels_are_reduced_channels_last(tail, dtype, device):
+    """Lanes share a position's channels, of which there are some for each lane, or a few for all."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    for channels, size in ((5, (6, 13)), (24, (5, 9)), (160, (3, 7)), (296, (3, 4))):
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, *size).to(dtype).contiguous(memory_format=torch.channels_last)
+        run = assert_rule(Across(tail, channels).to(dtype), x, label=f"{tail} of {channels}")
+        assert run.plan.last and "by_sample" in run.plan.composed.text
+
+
+@pytest.mark.parametrize("channels", [9, 72])
+def test_ties_and_nan_between_lanes(channels, device):
+    """The first of a position's largest channels has the gradient, and the first NaN, whichever lane it is in."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(channels, channels, 1, bias=False), Largest())
+    model[0].weight.data = torch.eye(channels)[:, :, None, None]
+    x = torch.randint(-3, 3, (2, channels, 5, 8)).float()
+    x = torch.where(torch.rand_like(x) < 0.03, NAN, x).contiguous(memory_format=torch.channels_last)
+    dy = torch.randn(2, 5, 8)
+    leaf = x.clone().requires_grad_()
+    model[1](leaf).backward(dy)
+    segment = segment_of(model, x)
+    plan = schedule.plan(Case(segment, arguments := arguments_of(model, segment, x), True, x.dtype))
+    clean = plan.convolution._replace(run=lambda x, weight, *_: x)  # where a product would spread NaN
+    plan.convolution = clean
+    y, *saved = schedule.forward(plan, arguments)
+    assert plan.last and checks.equal(y, model[1](x)).all() and y.isnan().any()
+    dz, *_ = schedule._back(plan, False, True, True, arguments).launch(arguments, dy, *saved)
+    assert torch.equal(dz.view(2, 5, 8, channels).movedim(-1, 1), leaf.grad)
+
+
+class Largest(nn.Module):
+    def forward(self, x):
+        return torch.max(x, dim=1)[0]
+
+
+def test_small_arrays_stand_anywhere(device):
+    """A model's parameters may be parts of one tensor; neighbouring channels are read together where that is allowed."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    torch.manual_seed(0)
+    model, x = Last("gates", 24, 2), torch.randn(2, 3, 6, 7).contiguous(memory_format=torch.channels_last)
+    model.p.data = torch.randn(32)[3:27].view(24, 1, 1)
+    assert model.p.data_ptr() % 16 and assert_rule(model, x).plan.last
 
 
 @pytest.mark.parametrize("layout", ["planes", "turned", "turned in two parts", "last"])
@@ -691,6 +780,19 @@ def test_many_parts(layout, device, monkeypatch):
         if hasattr(each, "level")
     ]
     assert parts[0] == 2 if layout == "turned in two parts" else parts[0] > 32
+
+
+@pytest.mark.parametrize("parts", [3, 30])
+def test_some_parts(parts, device, monkeypatch):
+    """A small pass merges them, several a lane, whose means are far apart."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(schedule, "_parts", lambda *given: parts)
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 64, 62) + torch.linspace(-9, 9, 64)[:, None]
+    model = Last("norm", 8, 2)
+    run = assert_rule(model, x.contiguous(memory_format=torch.channels_last))
+    assert run.plan.last
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
@@ -778,11 +880,13 @@ class Gated(nn.Module):
         return torch.relu(self.norm(self.conv(x)))
 
 
-def test_planes_without_a_gradient(device):
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_planes_without_a_gradient(layout, device):
     """They are not read; values that are not finite make NaN of a group all the same."""
     torch.manual_seed(0)
-    model, x = Gated(), torch.randn(2, 2, 9, 11)
+    model, x = Gated(), torch.randn(2, 2, 9, 11).contiguous(memory_format=layout)
     run = assert_rule(model, x)
+    assert run.plan.last == (device == "cuda" and layout == torch.channels_last)
     assert ("const bool idle" in run.plan.composed.text) == (device == "cuda")
     assert (run.results["gradient of norm.weight"][[0, 1, 2, 7]] == 0).all()
     x[1, 0, 4, 4] = INF
@@ -849,6 +953,26 @@ def test_whole_arrays_are_turned(dtype, folder, guarded):  # noqa: F811
             out = torch.full((size[0], size[2], size[1]), NAN, dtype=dtype)
             kernels.transpose(out, t, *size, rounds)
             assert torch.equal(out, (rounded(t) if rounds else t).transpose(1, 2)), (size, rounds)
+
+
+@pytest.mark.parametrize("stride", [2, (1, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [3, 40])
+def test_positions_that_strides_meet(channels, dtype, stride, monkeypatch, device):
+    """Filters of one place: no other positions are turned, and their gradient is zero."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.TURNED)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(channels, 8, 1, stride), nn.SiLU()).to(dtype)
+    for size in ((5, 8), (12, 13), (1, 2)):
+        run = assert_rule(model, torch.randn(2, channels, *size).to(dtype), label=str(size))
+        down, across = model[0].stride
+        assert (2, channels, *size, down, across, False) in run.plan.transposes
+        dx = run.results["gradient of x"].clone()
+        assert dx.count_nonzero() and dx.is_contiguous()
+        dx[:, :, ::down, ::across] = 0
+        assert not dx.count_nonzero()
 
 
 @pytest.mark.parametrize("layout", [schedule.TURNED, schedule.FOR_TF32])

@@ -115,10 +115,11 @@ def test_16_bits(mainloop, layer):
         assert_rule(fast, model, x, saving)
 
 
+@pytest.mark.parametrize("tail", [mean, least])
 @pytest.mark.parametrize("mainloop", ["narrow2d", "wide"])
-def test_channels_last_where_operands_are_planes(mainloop, layer, monkeypatch):
+def test_channels_last_where_operands_are_planes(mainloop, tail, layer, monkeypatch):
     """It is turned where the library has no tensor cores for it either."""
-    model, x = layer(mainloop, mean, DTYPES[mainloop])
+    model, x = layer(mainloop, tail, DTYPES[mainloop])
     x = x.contiguous(memory_format=torch.channels_last)
     assert fuse(copy.deepcopy(model)).plan(x)[0].runs == "load"
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

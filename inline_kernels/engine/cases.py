@@ -27,7 +27,7 @@ CTYPES = {
 
 class Case(NamedTuple):
     """What a plan is made for. saving: does backward follow? dtype: of y. exact_order: is nothing added in another order than eager's? last: are
-    v and y channels last, as eager's, or as between.py says?"""
+    v and y channels last, as eager's, or as between.py says? in_planes: is v none the less, as our own mainloop writes it?"""
 
     segment: object
     arguments: Sequence
@@ -35,6 +35,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     exact_order: bool = False
     last: bool = False
+    in_planes: bool = False
 
     @property
     def x(self) -> Tensor:
@@ -51,7 +52,7 @@ class Case(NamedTuple):
     @property
     def convolves_last(self) -> bool:
         """Is eager's v channels last? On a GPU alone anybody asks."""
-        if self.device != "cuda":
+        if self.in_planes or self.device != "cuda":
             return False
         return library.result_format(self.x, self.weight, True) != torch.contiguous_format
 

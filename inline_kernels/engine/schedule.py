@@ -96,16 +96,13 @@ def _is_between(segment, x: Tensor) -> bool:
 
 
 def _is_last(case: Case, composed: Composed) -> bool:
-    """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both? Where channels are reduced at a
-    position, planes serve better."""
+    """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both?"""
     y = case.segment.outputs[0].space
     if not (case.last if _has_channels(y) else case.convolves_last):
         return False
     programs = [program for program in (composed.forward, composed.backward) if program]
-    passes = [each for program in programs for each in program.passes if isinstance(each, Planes)]
     leaves = [leaf.space for program in programs for leaf in program.leaves()]
-    shared = any(_has_channels(space) and not space.n for space in leaves)
-    return not shared and not any(each.by_sample for each in passes)
+    return not any(_has_channels(space) and not space.n for space in leaves)
 
 
 def _has_channels(space: Space) -> bool:
@@ -254,11 +251,13 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
     positions = plan.sizes.positions(each.level)
     pack = 8 if plan.value_dtype.itemsize == 2 else 4  # planes.cuh's kPack
     turned = plan.layout and number in program.turned
-    if plan.last or turned and source.sums_alone(program, number):  # LastPlane's
-        lanes = 32 if plan.sizes.C > 16 else 16 if plan.sizes.C > 8 else 8
-        most = -(-positions * lanes // (256 * pack))
+    if plan.last or turned and source.sums_alone(program, number):  # LastPlane's, or LastRows'
+        packs = -(-plan.sizes.C // pack)
+        lanes = min(32, 1 << (packs - 1).bit_length())
+        most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
         sums = any(key.what != "value" for key in each.targets)
-        return _shares(most, plan.sizes.N * -(-plan.sizes.C // lanes)) if sums else most
+        few = _shares(most, plan.sizes.N * side_by_side)
+        return few if sums else max(few, most // 4)
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
         side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
@@ -548,7 +547,8 @@ def _turned(plan: Plan, program: Program, layout: int) -> int:
 
 def _laid_out(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
     """v, convolved channels last, as forward's passes read it, contiguous: (N, C, …) or, turned, (N, …, C)."""
-    v = library.convolve(plan.convolution, x, weight, lambda t: _channels_last(plan, t, plan.runs))
+    how, image = _met(plan, x, weight, plan.runs)
+    v = library.convolve(how, image, weight, lambda t: _channels_last(plan, t, plan.runs))
     return v.movedim(1, -1).contiguous() if plan.layout else _in_planes(plan, v)
 
 
@@ -556,21 +556,22 @@ def _convolution_gradients(
     plan: Plan, dz, x, weight, wanted, layout: int
 ) -> tuple[Tensor | None, Tensor | None]:
     N, C, size = plan.sizes.N, plan.sizes.C, plan.sizes.levels["e"][5 - x.dim() :]
+    how, image = plan.convolution, x
     if plan.last:
         dz = dz.view(N, *size, C).movedim(-1, 1)
         laid_out = _operands(plan)
     elif not layout:
-        return library.convolve_backward(plan.convolution, dz, x, weight, wanted)
+        return library.convolve_backward(how, dz, x, weight, wanted)
     else:
         turned = _turned(plan, plan.composed.backward, layout)
-        dz = (
-            dz.view(N, *size, C).movedim(-1, 1)
-            if turned
-            else _channels_last(plan, dz.view(N, C, *size), layout)
-        )
+        dz = dz.view(N, *size, C).movedim(-1, 1) if turned else dz.view(N, C, *size)
         laid_out = functools.partial(_channels_last, plan, layout=layout)
-    dx, dw = library.convolve_backward(plan.convolution, dz, x, weight, wanted, laid_out)
-    if dx is not None and not library.is_channels_last(x, weight):
+        dz, (how, image) = laid_out(dz), _met(plan, x, weight, layout)
+    dx, dw = library.convolve_backward(how, dz, image, weight, wanted, laid_out)
+    if dx is not None and image is not x:
+        (down, across), dx_met, dx = plan.convolution.settings[0], dx, x.new_zeros(x.shape)
+        dx[:, :, ::down, ::across] = dx_met
+    elif dx is not None and not library.is_channels_last(x, weight):
         dx = _in_planes(plan, dx)
     if dw is not None and library.is_channels_last(dw) and not library.is_channels_last(weight):
         dw = _in_planes(plan, dw)
@@ -580,6 +581,25 @@ def _convolution_gradients(
 def _operands(plan: Plan) -> Callable:
     """How the library gets x and the filters, where all arrays are channels last: as they are, where that is eager's way."""
     return functools.partial(_channels_last, plan, layout=plan.runs) if plan.segment.result else lambda t: t
+
+
+def _met(plan: Plan, x: Tensor, weight: Tensor, layout: int) -> tuple[library.Convolution, Tensor]:
+    """Of filters of one place that meet only some of x's positions, these alone, channels last, and the convolution of them; else all of x."""
+    how = plan.convolution
+    stride, padding, *rest = how.settings
+    meets_all = math.prod(stride) == 1 or any(padding) or how.around
+    if x.dim() != 4 or math.prod(weight.shape[2:]) > 1 or meets_all or library.is_channels_last(x):
+        return how, x
+    (N, C, height, width), (down, across) = x.shape, stride
+    size = (height - 1) // down + 1, (width - 1) // across + 1
+    numbers = N, C, height, width, down, across, layout == FOR_TF32
+    if numbers not in plan.transposes:
+        plan.transposes[numbers] = plan.kernels.transpose_picked.bound(*numbers, trusting=True)
+    met = x.new_empty(N, *size, C)
+    plan.transposes[numbers](met, x.contiguous())
+    once = (1, 1)
+    behind = how.behind[0], once, *how.behind[2:]
+    return how._replace(settings=(once, padding, *rest), behind=behind), met.movedim(-1, 1)
 
 
 def _channels_last(plan: Plan, t: Tensor, layout: int) -> Tensor:

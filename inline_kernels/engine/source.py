@@ -148,8 +148,11 @@ class _Text:
         self.numbers: dict[str, str] = {}
         self.scalar = False  # is it of single positions?
         self.picks_channel = False  # … at a channel of their own each?
+        self.chooses = False  # … whose channels have positions of their own each?
+        self.held: tuple[int, ...] = ()  # on a GPU: how many small values by channel, and sums, a plane has
         self.reads_v = self.writes_dz = False
         self.made: set[Key] = set()  # arrays of this pass
+        self.fresh: dict[Key, str] = {}  # of the planes' merged, those of this loop's turn
         self.lazy: set[Node] = set()  # gates behind which alone something is drawn
         self.takes: dict[
             Node, list[Node]
@@ -235,7 +238,7 @@ class _Text:
         if node.op in ("put", "upsample"):
             return self._spread(node, scope), ""
         if node.op == "picked":
-            return f"{self.value(node.args[0], scope)} == int({scope.c})", ""
+            return f"{self.value(node.args[0], scope)} == {self._channel(scope)}", ""
         if scope.kind in ("small", "lanes"):
             return self._small_reduction(node, scope), ""
         if node.op == "take":
@@ -264,13 +267,24 @@ class _Text:
     def _read(self, array: Array, scope: Scope) -> str:
         name = self.pointer(array)
         if array.space.small:
-            text = f"{name}[{self.index(array.space, scope)}]"
+            at = self.index(array.space, scope)
+            if array.space.c and self._has_packs(scope):
+                return f"load::of({name}, {at})"
+            text = f"{name}[{at}]"
             return f"{self.real(scope)}({text})" if array.kind not in ("index", "byte") else text
         if array.space.c or (scope.kind == "point" and scope.c == "0"):
             text = f"{scope.at}.read({name})"
         else:
             text = f"{scope.at}.shared({name})"
         return f"{text} != 0" if array.kind == "mask" else text
+
+    def _has_packs(self, scope: Scope) -> bool:
+        """May a scope's channel be some neighbours? On a GPU, channels last."""
+        return not self.program.on_cpu and scope.kind not in ("small", "lanes")
+
+    def _channel(self, scope: Scope) -> str:
+        """Its number, to be compared with an index."""
+        return scope.c if self._has_packs(scope) else f"int({scope.c})"
 
     def _leaf(self, node: Node, scope: Scope) -> tuple[str, str]:
         name, kind = node.attr
@@ -367,16 +381,19 @@ class _Text:
             self.prepare([node.args[0] for node in nodes], inner)
             self._add_finer(inner)
         declared, ends = [], []
+        shared = axis == "c" and not self.program.on_cpu  # may lanes have some of the channels each?
+        own, of = ("own_", "_channel") if shared else ("", "")
         for node in nodes:
             name = local(node)
             term = self._broadcast(node.args[0], inner)
             if node.op == "pick":
-                declared.append(
-                    f"auto best{node.id} = {scope.at}.{'largest' if node.attr[1] > 0 else 'smallest'}();"
-                )
+                best = f"best{node.id}"
+                word = "largest" if node.attr[1] > 0 else "smallest"
+                declared.append(f"auto {own}{best} = {scope.at}.{word}{of}();")
+                ends += [f"const auto {best} = {scope.at}.all({own}{best});"] * shared
                 last = axis != "c" and None not in self.graph.levels[axis].window
                 place = "e.c" if axis == "c" else "e.place"
-                take = f"best{node.id}.{'take_last' if last else 'take'}({term}, {place})"
+                take = f"{own}{best}.{'take_last' if last else 'take'}({term}, {place})"
                 takes = self.takes.get(node, ())
                 inner.lines.append(f"const auto better{node.id} = {take};" if takes else f"{take};")
                 for each in takes:
@@ -387,13 +404,17 @@ class _Text:
                     scope.known[each] = name
                 scope.known[node] = f"best{node.id}.index"
                 continue
-            declared.append(f"auto {name} = {scope.at}.zero();")
+            declared.append(f"auto {own}{name} = {scope.at}.{'channel_' * shared}zero();")
+            total = f"{scope.at}.all({own}{name})" if shared else name
+            declares = "const auto " * shared
             if node.op == "variance":
                 mean = self.value(node.args[1], inner)
-                inner.lines.append(f"{name} += math::square({self._operand(node.args[0], inner)} - {mean});")
-                ends.append(f"{name} = {name} / real({self.number('C')});  // variance")
+                square = f"math::square({self._operand(node.args[0], inner)} - {mean})"
+                inner.lines.append(f"{own}{name} += {square};")
+                ends.append(f"{declares}{name} = {total} / real({self.number('C')});  // variance")
             else:
-                inner.lines.append(f"{name} += {term};")
+                inner.lines.append(f"{own}{name} += {term};")
+                ends += [f"{declares}{name} = {total};"] * shared
             scope.known[node] = name
         scope.lines += [*declared, head, *[f"  {line}" for line in inner.lines], "});", *ends]
 
@@ -411,7 +432,7 @@ class _Text:
             if not scope.knows(index):
                 raise Unsupported("an extreme that no loop has found")
             return f"best{index.id}.value"
-        self.scalar = True
+        self.scalar = self.chooses = True
         place, axis = self.value(index, scope), index.attr[0]
         known = f"chosen{index.id}"
         if axis == "c":
@@ -443,7 +464,7 @@ class _Text:
         real = self.real(scope)
         if node.op == "put" and node.args[1].attr[0] == "c":
             index, values = self.value(node.args[1], scope), self.value(node.args[0], scope)
-            return f"math::select({index} == int({scope.c}), {values}, {real}(0))"
+            return f"math::select({index} == {self._channel(scope)}, {values}, {real}(0))"
         if node.op == "put" and node.args[1].attr[0] == "s":
             raise Unsupported("an extreme over all positions")
         level = node.args[1].attr[0] if node.op == "put" else node.attr
@@ -513,6 +534,8 @@ class _Text:
             self._add_finer(rest)
             head = f"plane.rest({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
             walk += [head, *[f"  {line}" for line in rest.lines], "});"]
+        if not (each.by_sample or self.program.on_cpu):
+            self.held = sum(node.space.c for node in plane.known), len(totals)
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends])
 
     def _lazy(self, roots: Iterable[Node]) -> set[Node]:
@@ -536,7 +559,7 @@ class _Text:
             return ""
         zeros = [self.value(node, plane) for node in dict.fromkeys(n for nodes in found for n in nodes)]
         finite = [name for node, name in plane.known.items() if node.space.small and name not in zeros]
-        count = f"{self.pointer(gate[1])}[{self.index(gate[1].space, plane)}]"
+        count = self._read(gate[1], plane)
         tests = [f"load::zeros({', '.join([count, *zeros])})"] + [
             f"load::finite({', '.join(finite)})"
         ] * bool(finite)
@@ -561,6 +584,10 @@ class _Text:
         if self.scalar:
             windows = "" if self.picks_channel else ", kWindows = true"
             lines.append(f"  static constexpr bool kScalar = true{windows};")
+        if self.held:
+            single, writes = (str(each).lower() for each in (self.chooses, bool(self.made)))
+            lines.append(f"  static constexpr bool kSingle = {single}, kWrites = {writes};")
+            lines.append(f"  static constexpr int kHeld = {self.held[0]}, kSums = {self.held[1]};")
         lines.append(f"  template <class {parameter}> ON_DEVICE void operator()({declared}) const {{")
         lines += [f"    {line}" for line in body]
         return [*lines, "  }", "};"]
@@ -577,9 +604,9 @@ class _Text:
             first = self._loop_of(pending[0], each.mode)
             together: list[Key] = []
             for key in pending:
-                waits = [
-                    need for need in self.program.small_needs(key) if need in self.made and need not in done
-                ]
+                known = {*done, *together} if self._of_own_lanes(key, first) else done
+                needs = self.program.small_needs(key)
+                waits = [need for need in needs if need in self.made and need not in known]
                 if self._loop_of(key, each.mode) == first and not waits:
                     together.append(key)
             self.made -= done
@@ -610,6 +637,13 @@ class _Text:
         self.slices = max(n for n in range(1, _SLICES + 1) if common % n == 0)
         return self.slices > 1
 
+    def _of_own_lanes(self, key: Key, axis: str) -> bool:
+        """Are of values made in the same loop, along this axis, only those of its own turn read, which its lanes have?"""
+        reducing = [
+            n for n in self.program._inside(key.node) if n.op in ("sum", "group", "variance", "pick", "take")
+        ]
+        return key.what == "value" and (not axis or all(n.op == "sum" and n.attr == "s" for n in reducing))
+
     def _loop_of(self, key: Key, mode: str) -> str:
         """Over what a block's loop runs: "n", "c" or one turn."""
         space = self.program.arrays[key].space
@@ -623,15 +657,18 @@ class _Text:
 
     def _small_loop(self, keys: list[Key], axis: str) -> list[str]:
         scope = Scope("small", "", "", "n", "c", [], None)
+        self.fresh.clear()
+        writes = []  # behind all that is read: no read waits for another's result
         for key in keys:
             array = self.program.arrays[key]
             to = self.pointer(array, written=True)
             at = f"{to} + {self.index(array.space, scope)}" if self.index(array.space, scope) != "0" else to
             if key.what == "value":
-                text = self.value(key.node, scope)
+                text = scope.known[key.node] = self.value(key.node, scope)
             else:
-                text = self._merged(key, scope)
-            scope.lines.append(f"lanes.write({at}, {text});")
+                text = self.fresh[key] = self._merged(key, scope)
+            writes.append(f"lanes.write({at}, {text});")
+        scope.lines += writes
         count = self.number(axis.upper()) if axis else "1"
         head = f"block.each({count}, [&](int64_t{' ' + axis if axis else ''}, const auto& lanes) {{"
         return [head, *[f"  {line}" for line in scope.lines], "});"]
@@ -645,7 +682,10 @@ class _Text:
         first = f"({index}) * {parts}" if " " in index else f"{index} * {parts}"
         name = self.pointer(array)
         if key.what == "sum":
-            return f"lanes.sum({parts}, [&](int64_t i) {{ return {name}[{first} + i]; }})"
+            sum = f"lanes.sum({parts}, [&](int64_t i) {{ return {name}[{first} + i]; }})"
+            scope.lines.append(f"const double {_total_of(key)} = {sum};")
+            scope.known[key.node] = _total_of(key)
+            return _total_of(key)
         known = f"plane{key.node.id}"
         line = f"const Moments<double> {known} = lanes.merge({name} + {first}, {parts});"
         if line not in scope.lines:
@@ -653,6 +693,8 @@ class _Text:
         return f"{known}.{key.what}"
 
     def _small_array(self, key: Key, scope: Scope) -> str:
+        if scope.kind == "small" and key in self.fresh:
+            return self.fresh[key]
         array = self.program.arrays[key]
         return f"{self.pointer(array)}[{self.index(array.space, scope)}]"
 
@@ -736,9 +778,12 @@ def struct(name: str, program: Program, names: Names, number: int) -> tuple[list
     return lines, text
 
 
-# A whole array, turned: from (N, rows, columns) to (N, columns, rows).
+# A whole array, turned: from (N, rows, columns) to (N, columns, rows); or of images the positions that strides meet.
 TRANSPOSE = """EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool for_tf32, cudaStream_t stream) {
   load::transpose(out, source, N, rows, columns, for_tf32, stream);
+}
+EXPORT void transpose_picked(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t height, int64_t width, int64_t down, int64_t across, bool for_tf32, cudaStream_t stream) {
+  load::transpose_picked(out, source, N, rows, height, width, down, across, for_tf32, stream);
 }
 """
 
@@ -995,6 +1040,8 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
                 skeleton, layout = "sums_of_v" if sums_alone(program, i) else "planes_of_v", ", layout"
                 if program.texts[i].writes_dz:
                     skeleton, v = "planes_to_v", f"{v}, dz"
+            if each.by_sample:
+                skeleton, v = "by_sample", f"C, {v}"
             calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")
             calls += merging(program, i)
         else:

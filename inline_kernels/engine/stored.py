@@ -20,7 +20,7 @@ _BY = direct, sinks  # sinks takes any number of channels out
 
 def _in_planes(case: Case) -> Case:
     """For what follows the convolution, which writes v so."""
-    return case._replace(last=False)
+    return case._replace(last=False, in_planes=True)
 
 
 def alone(case: Case) -> Case:

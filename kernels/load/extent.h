@@ -36,8 +36,9 @@ template <int KD, int KH, int KW> struct Pool {
   static HOST_DEVICE int width(const Extent& fine) { return KW ? KW : fine.W; }
 };
 
-// Are all of them zero? Finite?
-template <class... T> HOST_DEVICE bool zeros(T... values) { return (... && (values == 0)); }
-template <class... T> HOST_DEVICE bool finite(T... values) { return (... && (values - values == 0)); }
+// Are all of them zero? Finite? Of packs, too, whose lanes `all` sees.
+HOST_DEVICE bool all(bool value) { return value; }
+template <class... T> HOST_DEVICE bool zeros(T... values) { return (... && all(values == 0)); }
+template <class... T> HOST_DEVICE bool finite(T... values) { return (... && all(values - values == 0)); }
 
 }  // namespace load

@@ -11,6 +11,14 @@ template <int sign, class T> struct Extreme {
   int index = -1;
   __device__ __forceinline__ void take(T x, int64_t place) { set(x, place, x != x && value == value); }
   __device__ __forceinline__ void take_last(T x, int64_t place) { set(x, place, x != x); }
+  // Of two that have taken other places in the same way.
+  __device__ __forceinline__ void merge(const Extreme& other) {
+    const bool is_nan = value != value, other_is = other.value != other.value;
+    const bool before = other.index < index, alike = is_nan ? other_is : other.value == value;
+    const bool further = other_is ? !is_nan : !is_nan && (sign > 0 ? other.value > value : other.value < value);
+    if (index < 0 || (other.index >= 0 && (further || (alike && before)))) *this = other;
+  }
+  __device__ __forceinline__ Extreme of_lane(int) const { return *this; }
 
  private:
   __device__ __forceinline__ void set(T x, int64_t place, bool is_nan) {
@@ -21,19 +29,24 @@ template <int sign, class T> struct Extreme {
 template <int sign, class E, int K> struct Extreme<sign, Pack<E, K>> {
   Pack<E, K> value;
   Pack<int, K> index = splat<K>(-1);
-  __device__ __forceinline__ void take(const Pack<E, K>& x, int64_t place) {
-    each([&](auto& one, int i) { one.take(x.at[i], place); });
+  // place: the same for all, or a pack.
+  template <class X, class P> __device__ __forceinline__ void take(const X& x, const P& place) {
+    each([&](auto& one, int i) { one.take(lane_of(x, i), lane_of(place, i)); });
   }
-  __device__ __forceinline__ void take_last(const Pack<E, K>& x, int64_t place) {
-    each([&](auto& one, int i) { one.take_last(x.at[i], place); });
+  template <class X, class P> __device__ __forceinline__ void take_last(const X& x, const P& place) {
+    each([&](auto& one, int i) { one.take_last(lane_of(x, i), lane_of(place, i)); });
+  }
+  __device__ __forceinline__ Extreme<sign, E> of_lane(int i) const {
+    Extreme<sign, E> one;
+    one.value = value.at[i], one.index = index.at[i];
+    return one;
   }
 
  private:
   template <class F> __device__ __forceinline__ void each(const F& f) {
 #pragma unroll
     for (int i = 0; i < K; i++) {
-      Extreme<sign, E> one;
-      one.value = value.at[i], one.index = index.at[i];
+      Extreme<sign, E> one = of_lane(i);
       f(one, i);
       value.at[i] = one.value, index.at[i] = one.index;
     }

@@ -56,6 +56,12 @@ template <class E, int K> __device__ __forceinline__ auto operator!(const Pack<E
 template <class E, int K> __device__ __forceinline__ auto operator-(const Pack<E, K>& a) {
   return lanes<K>([&](int i) { return -a.at[i]; });
 }
+template <int K> __device__ __forceinline__ bool all(const Pack<bool, K>& a) {
+  bool every = true;
+#pragma unroll
+  for (int i = 0; i < K; i++) every = every && a.at[i];
+  return every;
+}
 template <class E, int K, class B>
 __device__ __forceinline__ Pack<E, K>& operator+=(Pack<E, K>& a, const B& b) {
   return a = a + b;

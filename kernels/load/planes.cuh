@@ -4,8 +4,9 @@
 // Arrays are contiguous and aligned to 16 bytes. A thread takes kPack neighbours at a time, at multiples of so many in
 // the whole array; what stands before the first and after the last such in a plane goes alone.
 //
-// With CHANNELS_LAST, arrays of positions and channels are (N, S, C). Then lanes have neighbouring channels, and a block some planes. With
-// FOR_TF32 what the library convolves next is rounded to that.
+// With CHANNELS_LAST, arrays of positions and channels are (N, S, C). Then a lane has kPack neighbouring channels, a point is these at one
+// position, and what a plane has for a channel is a pack, too. A pass by sample takes positions whose channels are several lanes'. With FOR_TF32
+// what the library convolves next is rounded to that.
 #pragma once
 #include "load/extent.h"
 #include "load/extreme.cuh"
@@ -38,34 +39,61 @@ template <class E, int K> struct alignas(sizeof(E) * K < 16 ? sizeof(E) * K : 16
 // The type in which a pass computes with an array's elements.
 template <class E> using computed = std::conditional_t<std::is_integral_v<E>, int, real>;
 
-// K neighbouring positions of plane (n, c) of a level with C channels.
-template <int K> struct Point {
+// The numbers of K neighbouring channels, of which the first is a multiple of K; and places that far in a small array.
+template <int K> struct Neighbours {
+  int64_t first;
+};
+template <int K> __device__ __forceinline__ int64_t lane_of(const Neighbours<K>& at, int i) { return at.first + i; }
+template <int K> __device__ __forceinline__ Neighbours<K> operator+(int64_t offset, const Neighbours<K>& at) { return {offset + at.first}; }
+template <int K> __device__ __forceinline__ auto operator==(int64_t channel, const Neighbours<K>& at) {
+  return lanes<K>([&](int i) { return channel == at.first + i; });
+}
+template <int K> using Channels = std::conditional_t<K == 1, int64_t, Neighbours<K>>;
+
+// What a small array has for a channel, or for neighbours. Those of double are in a launcher's room, others may stand anywhere.
+template <class E> __device__ __forceinline__ auto of(const E* from, int64_t at) { return computed<E>(from[at]); }
+template <class E, int K> __device__ __forceinline__ auto of(const E* from, const Neighbours<K>& at) {
+  const E* const first = from + at.first;
+  if constexpr (sizeof(E) > sizeof(real)) {
+    const Memory<E, K> memory = *reinterpret_cast<const Memory<E, K>*>(first);
+    return lanes<K>([&](int i) { return computed<E>(memory.at[i]); });
+  } else {
+    return lanes<K>([&](int i) { return computed<E>(first[i]); });
+  }
+}
+
+// K neighbouring positions of plane (n, c) of a level with C channels; or, `across`, K neighbouring channels of one position.
+template <int K, bool across = false> struct Point {
+  static_assert(!across || K > 1);
   using T = std::conditional_t<K == 1, real, Pack<real, K>>;
   const Extent& extent;
   const value_t* values;  // the convolution's
-  int64_t n, c, C;
+  int64_t n;
+  Channels<across ? K : 1> c;
+  int64_t C;
   int position, place;
-  bool aligned;  // is place_in_planes() a multiple of K?
+  bool aligned;  // is offset() a multiple of K?
 
-  __device__ __forceinline__ int64_t place_in_planes() const { return (n * C + c) * extent.positions() + position; }
+  // Of lane i.
+  __device__ __forceinline__ int64_t place_in_planes(int i = 0) const {
+    return (n * C + lane_of(c, i)) * extent.positions() + position + (across ? 0 : i);
+  }
   __device__ __forceinline__ int64_t offset() const {
-    return kLast ? (n * extent.positions() + position) * C + c : place_in_planes();
+    return kLast || across ? (n * extent.positions() + position) * C + lane_of(c, 0) : place_in_planes();
   }
-  template <class E> __device__ __forceinline__ auto read(const E* from) const {
-    if constexpr (kLast && K > 1) return lanes<K>([&](int i) { return computed<E>(from[offset() + i * C]); });
-    else return load(from + offset(), aligned);
-  }
+  template <class E> __device__ __forceinline__ auto read(const E* from) const { return load(from + offset(), across || aligned); }
   template <class E> __device__ __forceinline__ auto shared(const E* from) const {
     const int S = extent.positions();
-    return load(from + n * S + position, S % K == 0);
+    if constexpr (across) return computed<E>(from[n * S + position]);
+    else return load(from + n * S + position, S % K == 0);
   }
   __device__ __forceinline__ T v() const { return read(values); }
   template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
     if constexpr (K == 1) {
       to[offset()] = E(lane_of(x, 0));
-    } else if (kLast || !aligned) {
+    } else if (!across && !aligned) {
 #pragma unroll
-      for (int i = 0; i < K; i++) to[offset() + i * (kLast ? C : 1)] = E(lane_of(x, i));
+      for (int i = 0; i < K; i++) to[offset() + i] = E(lane_of(x, i));
     } else {
       Memory<E, K> memory;
 #pragma unroll
@@ -76,19 +104,20 @@ template <int K> struct Point {
   // An operand of the library's.
   template <class E, class X> __device__ __forceinline__ void write_operand(E* to, const X& x) const {
     if constexpr (!kRounds) write(to, x);
-    else if constexpr (K == 1) write(to, nearest_tf32(x));
+    else if constexpr (K == 1) write(to, nearest_tf32(lane_of(x, 0)));
     else write(to, lanes<K>([&](int i) { return nearest_tf32(lane_of(x, i)); }));
   }
   template <class X> __device__ __forceinline__ void write_v(value_t* to, const X& x) const { write_operand(to, x); }
-  // The mask of a dropout by (sample, channel, position): four neighbours share a draw. which: of a pass's dropouts.
+  // The mask of a dropout by an element's number, where arrays have it: four neighbours share a draw. which: of a pass's dropouts.
   __device__ __forceinline__ auto kept(const int64_t* seed, int64_t number, int which, double probability) const {
     const uint64_t drawn_by = seed_of(seed, number) + which * 0x9E3779B97F4A7C15u;
-    const int64_t first = place_in_planes();
+    const auto place = [&](int i) { return kLast ? offset() + i : place_in_planes(i); };
     const auto one = [&](int64_t i) { return dropout_keeps(philox(drawn_by, i / 4).lane[i % 4], probability); };
+    const int64_t first = place(0);
     if constexpr (K == 1) {
       return one(first);
     } else {
-      if (!aligned) return lanes<K>([&](int i) { return one(first + i); });
+      if ((!across && !aligned) || kLast != across || K % 4) return lanes<K>([&](int i) { return one(place(i)); });
       Pack<bool, K> mask;
 #pragma unroll
       for (int i = 0; i < K; i += 4) {
@@ -100,6 +129,7 @@ template <int K> struct Point {
     }
   }
 
+  // ------------------------------------------------------------------------------- all channels; by sample, of no packs of them
   __device__ __forceinline__ Point channel(int64_t of, int64_t channels) const {
     return {extent, values, n, of, channels, position, 0, extent.positions() % K == 0};
   }
@@ -108,8 +138,14 @@ template <int K> struct Point {
     for (int64_t i = 0; i < count; i++) f(channel(i, count));
   }
 
+  // What is made of them begins with these, and is what `all` gives of that.
+  __device__ __forceinline__ T channel_zero() const { return zero(); }
+  __device__ __forceinline__ auto largest_channel() const { return largest(); }
+  __device__ __forceinline__ auto smallest_channel() const { return smallest(); }
+  template <class X> __device__ __forceinline__ X all(const X& x) const { return x; }
+
   // ------------------------------------------------------------------------------- windows; of single positions
-  // `at`: a place in this point's window.
+  // `at`: a place in this point's window; of a single channel.
   template <class P> __device__ __forceinline__ Point chosen(P, const Extent& fine, int at) const {
     const Coordinates w = coordinates(extent, position);
     const int kh = P::height(fine), kw = P::width(fine), row = at / kw;
@@ -131,7 +167,7 @@ template <int K> struct Point {
   // What f says of the window that holds this point; 0 where none does.
   template <class P, class F> __device__ __forceinline__ T spread(P pool, const Extent& coarse, const F& f) const {
     Coordinates here = coordinates(extent, position);
-    if constexpr (K == 1) {
+    if constexpr (K == 1 || across) {
       return spread_to(here, pool, coarse, f);
     } else {
       return lanes<K>([&](int) {
@@ -161,13 +197,14 @@ template <int K> struct Point {
       return lanes<K>([&](int i) { return To(memory.at[i]); });
     }
   }
+  using OfWindow = std::conditional_t<across, Point, Point<1>>;
   template <class P, class F>
-  __device__ __forceinline__ real spread_to(const Coordinates& here, P, const Extent& coarse, const F& f) const {
+  __device__ __forceinline__ typename OfWindow::T spread_to(const Coordinates& here, P, const Extent& coarse, const F& f) const {
     const int kd = P::depth(extent), kh = P::height(extent), kw = P::width(extent);
     const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
-    if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return 0;
+    if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return typename OfWindow::T{};
     const int place = ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw;
-    return f(Point<1>{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place, true});
+    return f(OfWindow{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place, true});
   }
 };
 
@@ -228,103 +265,304 @@ template <bool kScalar> class Plane {
   const unsigned plane_, part_, parts_;
 };
 
-// A lane's share of a plane, where arrays are channels last. A warp has 32 channels side by side, or 16 or 8 where there are no
-// more; rows of so many lanes take positions in turn, kPack at a time. A lane behind the last channel stands for it and does
-// nothing.
-template <bool kScalar, template <int> class ItsPoint = Point> class LastPlane {
- public:
-  const int64_t n, c;
-  __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts)
-      : LastPlane(extent, values, parts, lanes_of(extent.C), (unsigned(extent.C) + lanes_of(extent.C) - 1) / lanes_of(extent.C)) {}
+// How many lanes have the channels of a position, K each: so many that the fewest idle; of those, most.
+HOST_DEVICE unsigned lanes_across(int64_t C, int K) {
+  const unsigned packs = unsigned((C + K - 1) / K);
+  unsigned most = 1;
+  while (most < packs && most < 32) most *= 2;
+  unsigned best = most;
+  for (unsigned lanes = most / 2; lanes >= 4; lanes /= 2)
+    if ((packs + lanes - 1) / lanes * lanes < (packs + best - 1) / best * best) best = lanes;
+  return best;
+}
 
-  static HOST_DEVICE unsigned lanes_of(int64_t C) { return C > 16 ? 32 : C > 8 ? 16 : 8; }
-
-  template <class F> __device__ __forceinline__ void each(const F& f) const {
-    constexpr int K = kScalar ? 1 : kPack;
-    const int S = extent_.positions();
-    if (!active_) return;
-    for (int i = first() * K; i < S; i += step() * K) {
-      if (i + K <= S) f(point<K>(i));
-      else
-        for (int j = i; j < S; j++) f(point<1>(j));
+// A lane's sums and moments of K channels; see Sum and ShiftedSums. turn: a point's, of each Sum::kFew, known where loops are unrolled.
+template <int K> struct SumsAcross {
+  const int& turn;
+  real few[K] = {};
+  double total[K] = {};
+  template <class X> __device__ __forceinline__ void add(const X& x) {
+#pragma unroll
+    for (int i = 0; i < K; i++) {
+      few[i] += lane_of(x, i);
+      if (turn == Sum::kFew - 1) total[i] += few[i], few[i] = 0;
     }
+  }
+};
+template <int K> struct MomentsAcross {
+  real count = 0, shift[K] = {}, sum[K] = {}, square[K] = {};
+  template <class X> __device__ __forceinline__ void add(const X& x) {
+#pragma unroll
+    for (int i = 0; i < K; i++) {
+      const real value = lane_of(x, i);
+      if (count == 0) shift[i] = value;
+      const real d = value - shift[i];
+      sum[i] += d, square[i] += d * d;
+    }
+    count += 1;
+  }
+};
+
+// Channels last: registers are full of what a pass has by channel, kHeld small values and kSums sums. kWrites: at positions.
+template <class Pass, class = void> struct Last {
+  static constexpr int channels = kPack, at_once = 1, blocks = channels * sizeof(real) > 16 ? 2 : 3;
+};
+template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {
+  static constexpr bool few = !Pass::kSums && Pass::kHeld <= 4;
+  static constexpr int channels = Pass::kSingle ? 1 : few ? kPack : 4, at_once = Pass::kWrites ? 1 : Sum::kFew;
+  static constexpr int blocks = (few ? channels : 4) * sizeof(real) > 16 || Pass::kHeld + 3 * Pass::kSums > 9 ? 2 : 3;
+};
+
+// A lane's share of some planes, where arrays are channels last: K channels side by side at some positions. C is a multiple of K. Rows of
+// lanes_across lanes take positions in turn. A lane behind the last channel stands for it and does nothing.
+template <int K, int kAtOnce> class LastPlane {
+  static_assert(kAtOnce == 1 || kAtOnce == Sum::kFew);
+  using ThePoint = Point<K, (K > 1)>;
+
+ public:
+  const int64_t n;
+  const Channels<K> c;
+  __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts)
+      : LastPlane(extent, values, parts, lanes_across(extent.C, K)) {}
+
+  // kAtOnce points read before the first is used, where the pass writes nothing.
+  template <class F> __device__ __forceinline__ void each(const F& f) {
+    const int S = active_ ? extent_.positions() : 0, step = this->step();
+    int i = first();
+    if constexpr (kAtOnce > 1) {
+      for (; i + (kAtOnce - 1) * step < S; i += kAtOnce * step)
+#pragma unroll
+        for (turn_ = 0; turn_ < kAtOnce; turn_++) f(point(extent_, i + turn_ * step));
+    }
+    turn_ = Sum::kFew - 1;
+#pragma unroll 1
+    for (; i < S; i += step) f(point(extent_, i));
   }
   // Positions of the finer level that lie in no window.
-  template <class P, class F> __device__ __forceinline__ void rest(P, const Extent& fine, const F& f) const {
+  template <class P, class F> __device__ __forceinline__ void rest(P, const Extent& fine, const F& f) {
     const int D = extent_.D * P::depth(fine), H = extent_.H * P::height(fine), W = extent_.W * P::width(fine);
+    turn_ = Sum::kFew - 1;
     for (int i = active_ ? first() : fine.positions(); i < fine.positions(); i += step()) {
       const Coordinates at = coordinates(fine, i);
-      if (at.d >= D || at.h >= H || at.w >= W) f(Point<1>{fine, values_, n, c, extent_.C, i, 0, true});
+      if (at.d >= D || at.h >= H || at.w >= W) f(point(fine, i));
     }
   }
-  __device__ __forceinline__ Sum sum() const { return {}; }
-  __device__ __forceinline__ ShiftedSums moments() const { return {}; }
+  __device__ __forceinline__ SumsAcross<K> sum() const { return {turn_}; }
+  __device__ __forceinline__ MomentsAcross<K> moments() const { return {}; }
   // One of a plane's `parts` values.
-  __device__ void reduce(double* out, Sum& sum) const {
-    merged(out, sum.value(), [](double a, double b) { return a + b; }, [](double a, int d) { return __shfl_down_sync(~0u, a, d); });
+  __device__ void reduce(double* out, const SumsAcross<K>& sums) const {
+    put(out, added(sums.total));
   }
-  __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
-    using M = Moments<double>;
-    merged(out, sums.value(), [](const M& a, const M& b) { return a.merge(b); }, [](const M& a, int d) {
-      return M{__shfl_down_sync(~0u, a.count, d), __shfl_down_sync(~0u, a.mean, d), __shfl_down_sync(~0u, a.m2, d)};
-    });
+  // All are shifted by the block's first shift, then added.
+  __device__ void reduce(Moments<double>* out, const MomentsAcross<K>& own) const {
+    __shared__ real shifts[32 * K];
+    if (threadIdx.x < lanes_)
+#pragma unroll
+      for (int i = 0; i < K; i++) shifts[threadIdx.x * K + i] = own.shift[i];
+    __syncthreads();  // the first lanes', which have seen values if any have
+    double counts[K], sum[K], square[K];
+#pragma unroll
+    for (int i = 0; i < K; i++) {
+      const double count = own.count, d = own.count == 0 ? 0 : own.shift[i] - double(shifts[lane() * K + i]);
+      counts[i] = count, sum[i] = own.sum[i] + count * d, square[i] = own.square[i] + d * (2 * double(own.sum[i]) + count * d);
+    }
+    const double all[] = {added(counts), added(sum), added(square)};
+    put(out, Moments<double>::from_shifted(all[0], shifts[threadIdx.x % (32 * K)], all[1], all[2]));
+    __syncthreads();  // shifts may be written again
   }
 
  private:
+  __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes)
+      : LastPlane(extent, values, parts, lanes, (unsigned(extent.C) + lanes * K - 1) / (lanes * K)) {}
   __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes, unsigned tiles)
-      : n(blockIdx.x / tiles / parts), c(clamped(blockIdx.x % tiles * lanes + threadIdx.x % lanes, extent)), extent_(extent),
-        values_(values), part_(blockIdx.x / tiles % parts), parts_(parts), lanes_(lanes),
-        active_(blockIdx.x % tiles * lanes + threadIdx.x % lanes < unsigned(extent.C)) {}
-  static __device__ int64_t clamped(unsigned c, const Extent& extent) { return c < unsigned(extent.C) ? c : extent.C - 1; }
+      : n(blockIdx.x / tiles / parts), c{first_of(lanes, tiles, extent)}, extent_(extent), values_(values),
+        tile_(blockIdx.x % tiles), part_(blockIdx.x / tiles % parts), parts_(parts), lanes_(lanes),
+        active_((blockIdx.x % tiles * lanes + threadIdx.x % lanes) * K < unsigned(extent.C)) {}
+  static __device__ int64_t first_of(unsigned lanes, unsigned tiles, const Extent& extent) {
+    const unsigned first = (blockIdx.x % tiles * lanes + threadIdx.x % lanes) * K;
+    return first < unsigned(extent.C) ? first : extent.C - K;
+  }
+  __device__ __forceinline__ unsigned lane() const { return threadIdx.x % lanes_; }
   __device__ __forceinline__ int first() const { return int((part_ * kPlaneThreads + threadIdx.x) / lanes_); }
   __device__ __forceinline__ int step() const { return int(parts_ * kPlaneThreads / lanes_); }
-  template <int K> __device__ __forceinline__ ItsPoint<K> point(int position) const {
-    return {extent_, values_, n, c, extent_.C, position, 0, extent_.positions() % K == 0};
+  __device__ __forceinline__ ThePoint point(const Extent& extent, int position) const {
+    return {extent, values_, n, c, extent_.C, position, 0, true};
   }
-  // Of the lanes of a channel, in their order.
-  template <class T, class Merge, class Down>
-  __device__ void merged(T* out, T value, const Merge& merge, const Down& down) const {
-    __shared__ double partial[kMostWarps * 32 * (sizeof(T) / sizeof(double))];
-    T* const of_warps = reinterpret_cast<T*>(partial);
-    for (unsigned d = 16; d >= lanes_; d /= 2) value = merge(value, down(value, int(d)));
-    if (threadIdx.x % 32 < lanes_) of_warps[threadIdx.x] = value;
-    __syncthreads();  // every warp's are there
-    if (threadIdx.x < lanes_ && active_) {
-      for (int warp = 1; warp < kPlaneThreads / 32; warp++) value = merge(value, of_warps[warp * 32 + threadIdx.x]);
-      out[(n * extent_.C + c) * parts_ + part_] = value;
+  // The sum over all lanes of a channel, in a fixed order: in thread t that of the tile's channel t.
+  __device__ double added(const double (&own)[K]) const {
+    constexpr int kWarps = kPlaneThreads / 32;
+    __shared__ double partial[kWarps * 32 * K];
+#pragma unroll
+    for (int i = 0; i < K; i++) {
+      double value = own[i];
+      for (unsigned d = 16; d >= lanes_; d /= 2) value += __shfl_down_sync(~0u, value, int(d));
+      if (threadIdx.x % 32 < lanes_) partial[(threadIdx.x / 32 * K + i) * lanes_ + lane()] = value;
     }
+    __syncthreads();  // every warp's are there
+    double value = 0;
+    const unsigned i = threadIdx.x % K, of = threadIdx.x / K;
+    if (of < lanes_)
+      for (int warp = 0; warp < kWarps; warp++) value += partial[(warp * K + i) * lanes_ + of];
     __syncthreads();  // partial may be written again
+    return value;
+  }
+  template <class T> __device__ void put(T* out, const T& value) const {
+    const unsigned channel = tile_ * lanes_ * K + threadIdx.x;
+    if (threadIdx.x < lanes_ * K && channel < unsigned(extent_.C)) out[(n * extent_.C + channel) * parts_ + part_] = value;
   }
   const Extent& extent_;
   const value_t* values_;
-  const unsigned part_, parts_, lanes_;
+  const unsigned tile_, part_, parts_, lanes_;
   const bool active_;
+  int turn_ = 0;
+};
+
+// A position of a pass by sample, where arrays are channels last: `lanes` neighbours of a warp have K of its channels each, and then the next;
+// where there are many, kPacks of them a lane, which it reads together.
+// What is made of channels is merged between them, in a fixed order, and all have it. One that is not `active` has no channels.
+constexpr int kPacks = 4;
+HOST_DEVICE unsigned lanes_of_row(int64_t C, int K) {
+  const int64_t packs = (C + K - 1) / K;
+  unsigned lanes = 1;
+  while (lanes < 32 && (packs < 2 * kPacks ? lanes < packs : lanes * 2 * kPacks <= packs)) lanes *= 2;
+  return lanes;
+}
+template <int K> struct RowPoint : Point<1> {
+  using Terms = std::conditional_t<K == 1, real, Pack<real, K>>;
+  unsigned lanes;
+  bool active;
+  __device__ __forceinline__ unsigned lane() const { return threadIdx.x % lanes; }
+  template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
+    if (active && lane() == 0) Point<1>::write(to, x);
+  }
+  __device__ __forceinline__ Point<1> channel(int64_t of, int64_t channels) const {
+    return Point<1>::channel(of < 0 ? 0 : of, channels);  // of none: nobody sees it
+  }
+  template <class F> __device__ __forceinline__ void channels(int64_t count, const F& f) const {
+    const int end = active ? int(count) : 0, step = int(lanes) * K;
+    const auto point = [&](int i) { f(Point<K, (K > 1)>{extent, values, n, Channels<K>{i}, count, position, 0, true}); };
+    int i = int(lane()) * K;
+    for (; i + (kPacks - 1) * step < end; i += kPacks * step)
+#pragma unroll
+      for (int j = 0; j < kPacks; j++) point(i + j * step);
+#pragma unroll 1
+    for (; i < end; i += step) point(i);
+  }
+  __device__ __forceinline__ Terms channel_zero() const { return {}; }
+  __device__ __forceinline__ Extreme<1, Terms> largest_channel() const { return {}; }
+  __device__ __forceinline__ Extreme<-1, Terms> smallest_channel() const { return {}; }
+  __device__ __forceinline__ real all(const Terms& x) const {
+    real sum = lane_of(x, 0);
+#pragma unroll
+    for (int i = 1; i < K; i++) sum += lane_of(x, i);
+    for (unsigned d = 1; d < lanes; d *= 2) sum += __shfl_xor_sync(~0u, sum, int(d));
+    return sum;
+  }
+  template <int sign> __device__ __forceinline__ Extreme<sign, real> all(const Extreme<sign, Terms>& x) const {
+    Extreme<sign, real> best = x.of_lane(0);
+#pragma unroll
+    for (int i = 1; i < K; i++) best.merge(x.of_lane(i));
+    for (unsigned d = 1; d < lanes; d *= 2) {
+      Extreme<sign, real> other;
+      other.value = __shfl_xor_sync(~0u, best.value, int(d)), other.index = __shfl_xor_sync(~0u, best.index, int(d));
+      best.merge(other);
+    }
+    return best;
+  }
+};
+
+// Lanes' share of a sample, where arrays are channels last.
+template <int K> class LastRows {
+  // What is summed over positions, by one of a position's lanes.
+  template <class Own> struct OfFirst {
+    const bool& counts;
+    Own own;
+    template <class X> __device__ __forceinline__ void add(const X& x) {
+      if (counts) own.add(x);
+    }
+  };
+
+ public:
+  const int64_t n, c = 0;
+  __device__ LastRows(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes)
+      : n(blockIdx.x / parts), extent_(extent), values_(values), part_(blockIdx.x % parts), parts_(parts), lanes_(lanes) {}
+  template <class F> __device__ __forceinline__ void each(const F& f) {
+    const int S = extent_.positions(), own = int(threadIdx.x % 32 / lanes_), step = int(parts_ * kPlaneThreads / lanes_);
+    for (int i = int((part_ * kPlaneThreads + threadIdx.x / 32 * 32) / lanes_); i < S; i += step) {  // a warp together
+      const bool active = i + own < S;
+      counts_ = active && threadIdx.x % lanes_ == 0;
+      f(RowPoint<K>{{extent_, values_, n, 0, 1, active ? i + own : S - 1, 0, true}, lanes_, active});
+    }
+  }
+  __device__ __forceinline__ OfFirst<Sum> sum() const { return {counts_, {}}; }
+  __device__ __forceinline__ OfFirst<ShiftedSums> moments() const { return {counts_, {}}; }
+  __device__ void reduce(double* out, OfFirst<Sum>& sum) const {
+    const double value = block_sum(sum.own.value());
+    if (threadIdx.x == 0) out[blockIdx.x] = value;
+  }
+  __device__ void reduce(Moments<double>* out, const OfFirst<ShiftedSums>& sums) const {
+    const Moments<double> value = block_moments(sums.own);
+    if (threadIdx.x == 0) out[blockIdx.x] = value;
+  }
+
+ private:
+  const Extent& extent_;
+  const value_t* values_;
+  const unsigned part_, parts_, lanes_;
+  bool counts_ = false;
 };
 
 template <class Pass, class = void> constexpr bool is_scalar = false;
 template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kScalar>> = true;
 
-template <class ThePlane, class Pass>
-__global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
-planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts) {
-  ThePlane plane(extent, values, parts);
+// kBlocks: of a multiprocessor, at least.
+constexpr int kPlaneBlocks = kPack * sizeof(real) > 16 ? 2 : 3;
+template <int kBlocks, class ThePlane, class Pass, class... Lanes>
+__global__ void __launch_bounds__(kPlaneThreads, kBlocks)
+planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts, Lanes... lanes) {
+  ThePlane plane(extent, values, parts, lanes...);
   pass(plane);
 }
 
-// values: the convolution's, or null. A part has at most 2³¹ positions.
-template <bool kAreLast, class ThePlane, class Pass>
-void in_planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
-  const int64_t S = extent.positions(), lanes = kAreLast ? LastPlane<false>::lanes_of(extent.C) : 1;
-  const int64_t blocks = extent.N * ((extent.C + lanes - 1) / lanes) * parts;
-  if (!blocks || !S) return;
-  const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts + 1;
-  const unsigned threads = kAreLast || packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
-  planes_kernel<ThePlane><<<unsigned(blocks), threads, 0, stream>>>(pass, extent, values, unsigned(parts));
+// values: the convolution's, or null. A part has at most 2³¹ positions. K: channels a lane, or 1 where there is no multiple of K.
+template <int K, class Pass>
+void in_last_planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
+  if constexpr (K > 1) {
+    if (extent.C % K) return in_last_planes<1>(pass, extent, values, parts, stream);
+  }
+  using ThePlane = LastPlane<K, Last<Pass>::at_once>;
+  constexpr int kBlocks = Last<Pass>::blocks;
+  const int64_t across = int64_t(K) * lanes_across(extent.C, K), blocks = extent.N * ((extent.C + across - 1) / across) * parts;
+  if (!blocks || !extent.positions()) return;
+  planes_kernel<kBlocks, ThePlane><<<unsigned(blocks), kPlaneThreads, 0, stream>>>(pass, extent, values, unsigned(parts));
 }
 template <class Pass>
 void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
-  using ThePlane = std::conditional_t<kLast, LastPlane<is_scalar<Pass>>, Plane<is_scalar<Pass>>>;
-  in_planes<kLast, ThePlane>(pass, extent, values, parts, stream);
+  if constexpr (kLast) {
+    in_last_planes<Last<Pass>::channels>(pass, extent, values, parts, stream);
+  } else {
+    using ThePlane = Plane<is_scalar<Pass>>;
+    const int64_t S = extent.positions(), blocks = extent.N * extent.C * parts;
+    if (!blocks || !S) return;
+    const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts + 1;
+    const unsigned threads = packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
+    planes_kernel<kPlaneBlocks, ThePlane><<<unsigned(blocks), threads, 0, stream>>>(pass, extent, values, unsigned(parts));
+  }
+}
+
+// Of a pass by sample, whose extent has no channels; C: those of its arrays.
+template <int K, class Pass>
+void in_rows(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, int64_t parts, cudaStream_t stream) {
+  using ThePlane = LastRows<K>;
+  const unsigned blocks = unsigned(extent.N * parts);
+  if (!blocks || !extent.positions()) return;
+  planes_kernel<kPlaneBlocks, ThePlane><<<blocks, kPlaneThreads, 0, stream>>>(pass, extent, values, unsigned(parts), lanes_of_row(C, K));
+}
+template <class Pass>
+void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, int64_t parts, cudaStream_t stream) {
+  if constexpr (!kLast) planes(pass, extent, values, parts, stream);
+  else if (C % kPack) in_rows<1>(pass, extent, C, values, parts, stream);
+  else in_rows<kPack>(pass, extent, C, values, parts, stream);
 }
 
 // How many parts of a plane's sums are left, merged into `out` where there are many.

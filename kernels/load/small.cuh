@@ -9,21 +9,38 @@ namespace load {
 
 constexpr int kSmallThreads = 768, kValueLanes = 8;  // so many leave 80 registers a thread
 
-// Those of a value. Of a warp all have some value to compute, and those that are not `active` write none.
+// Those of a value: kValueLanes, or where a block has one value alone, a warp. Of a warp all have some value to compute, and those that are
+// not `active` write none. What takes time is to wait for memory, and to divide: a lane reads four terms at once, and divides once.
 struct ValueLanes {
   const bool active;
-  const int lane = threadIdx.x % kValueLanes, first = threadIdx.x % 32 - lane;
+  const int width;
+  const int lane = threadIdx.x % width;
   template <class F> __device__ __forceinline__ double sum(int64_t count, const F& f) const {
     double value = 0;
-    for (int64_t i = lane; i < count; i += kValueLanes) value += f(i);
-    for (int offset = kValueLanes / 2; offset; offset /= 2) value += __shfl_down_sync(~0u, value, offset);
-    return __shfl_sync(~0u, value, first);
+    int64_t i = lane;
+    for (; i + 3 * width < count; i += 4 * width) {
+      const double a = f(i), b = f(i + width), c = f(i + 2 * width), d = f(i + 3 * width);
+      value += (a + b) + (c + d);
+    }
+    for (; i < count; i += width) value += f(i);
+    return of_all(value);
   }
+  // All about the first's mean, see Moments::from_shifted.
   __device__ Moments<double> merge(const Moments<double>* of, int64_t count) const {
-    Moments<double> own{0, 0, 0};
-    for (int64_t i = lane; i < count; i += kValueLanes) own = own.merge(of[i]);
-    for (int offset = kValueLanes / 2; offset; offset /= 2) own = own.merge(shuffled(own, [&](double x) { return __shfl_down_sync(~0u, x, offset); }));
-    return shuffled(own, [&](double x) { return __shfl_sync(~0u, x, first); });
+    const double shift = of[0].mean;
+    double all = 0, total = 0, square = 0;
+    const auto take = [&](int64_t i, const Moments<double>& part) {
+      const double d = i == 0 || part.count == 0 ? 0 : part.mean - shift;
+      all += part.count, total += part.count * d, square += part.m2 + part.count * d * d;
+    };
+    int64_t i = lane;
+    for (; i + 3 * width < count; i += 4 * width) {
+      const Moments<double> parts[] = {of[i], of[i + width], of[i + 2 * width], of[i + 3 * width]};
+#pragma unroll
+      for (int j = 0; j < 4; j++) take(i + j * width, parts[j]);
+    }
+    for (; i < count; i += width) take(i, of[i]);
+    return Moments<double>::from_shifted(of_all(all), shift, of_all(total), of_all(square));
   }
   // The place of an extreme; the first among ties, the first NaN before all. Every lane finds it.
   template <class F> __device__ int64_t largest(int64_t count, const F& f) const { return extreme<1>(count, f); }
@@ -33,8 +50,9 @@ struct ValueLanes {
   }
 
  private:
-  template <class F> static __device__ __forceinline__ Moments<double> shuffled(const Moments<double>& a, const F& f) {
-    return {f(a.count), f(a.mean), f(a.m2)};
+  __device__ __forceinline__ double of_all(double value) const {
+    for (int distance = 1; distance < width; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
+    return value;
   }
   template <int sign, class F> __device__ int64_t extreme(int64_t count, const F& f) const {
     Extreme<sign, double> best;
@@ -55,10 +73,10 @@ struct Block {
 
  private:
   template <class F> __device__ __forceinline__ void between(int64_t first, int64_t end, const F& f) const {
-    constexpr int kOfWarp = 32 / kValueLanes;
-    for (int64_t i = first + threadIdx.x / 32 * kOfWarp; i < end; i += blockDim.x / kValueLanes) {
-      const int64_t own = i + threadIdx.x % 32 / kValueLanes;
-      f(own < end ? own : end - 1, ValueLanes{own < end});
+    const int width = end - first == 1 ? 32 : kValueLanes, of_warp = 32 / width;
+    for (int64_t i = first + threadIdx.x / 32 * of_warp; i < end; i += blockDim.x / width) {
+      const int64_t own = i + threadIdx.x % 32 / width;
+      f(own < end ? own : end - 1, ValueLanes{own < end, width});
     }
     __syncthreads();  // what was written may be read
   }
@@ -71,7 +89,7 @@ template <class Pass> __global__ void __launch_bounds__(kSmallThreads, 1) small_
 // most: slices, which may be halved.
 template <class Pass> void small(const Pass& pass, int64_t blocks, cudaStream_t stream, int64_t C = 0, unsigned most = 1) {
   while (most > 1 && C < 16 * int64_t(most)) most = most % 2 ? 1 : most / 2;
-  const unsigned all = unsigned(blocks) * most, threads = all > 256 ? 128 : kSmallThreads;  // many blocks have little each
+  const unsigned all = unsigned(blocks) * most, threads = all > 256 ? 256 : kSmallThreads;  // many blocks have little each
   if (blocks) small_kernel<Pass><<<all, threads, 0, stream>>>(pass, most);
 }
 

@@ -193,20 +193,11 @@ void turned(const Pass& pass, const Extent& extent, const value_t* values, value
 template <class Pass>
 void units(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts, cudaStream_t stream);
 
-// Where v alone is (N, S, C), K positions of it; of nothing else at positions.
-template <int K> struct PointOfV : Point<K> {
-  __device__ __forceinline__ typename Point<K>::T v() const {
-    const value_t* const first = this->values + (this->n * this->extent.positions() + this->position) * this->C + this->c;
-    if constexpr (K == 1) return real(*first);
-    else return lanes<K>([&](int i) { return real(first[i * this->C]); });
-  }
-};
-
 // A pass that sums what it makes of v, and writes nothing at positions: turned, it needs no tiles.
 template <class Pass>
 void sums_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64_t parts, int64_t layout, cudaStream_t stream) {
   if (kLast || layout == kPlanes) planes(pass, extent, v, parts, stream);
-  else in_planes<true, LastPlane<false, PointOfV>>(pass, extent, v, parts, stream);
+  else in_last_planes<Last<Pass>::channels>(pass, extent, v, parts, stream);
 }
 
 // Passes that read v, and one that writes its gradient. Turned, a plane has at most as many parts as kTilePositions.
@@ -233,11 +224,19 @@ struct Jobs {
   explicit Jobs(int64_t size) : size(unsigned(size)), inverse((1u << 31) / unsigned(size) + 1) {}
   __device__ __forceinline__ unsigned row(unsigned job) const { return unsigned(uint64_t(job) * inverse >> 31); }
 };
+// Which of a source's columns are turned: each, or of images of so many columns each `across`-th of each `down`-th row, `width` in a row.
+struct Picked {
+  unsigned columns = 0, image_columns = 0, width = 0, down = 0, across = 0;  // columns: of the source; width 0: each of them
+  __device__ __forceinline__ unsigned column(unsigned c) const {
+    return width ? c / width * down * image_columns + c % width * across : c;
+  }
+};
 // height, width: of a tile; width and pitch in words. Rows and columns are below 2^32.
 struct Turning {
   unsigned rows, columns, row_tiles, column_tiles, height, width, pitch;
   bool loads_vectors, stores_vectors;
   Jobs loads, stores;  // in a row of a tile, and in a column
+  Picked picked;
 };
 
 // A tile, of which `rows` and `columns` are there. An odd pitch spreads a column over the banks. Some jobs at a time all read, before the
@@ -248,14 +247,16 @@ struct TurnedTile {
   Word* const at;
   const unsigned rows, columns;
 
-  template <int K> __device__ __forceinline__ void load(const value_t* from) const {
+  // from: the tile's first row; the tile begins at its column `first`.
+  template <int K> __device__ __forceinline__ void load(const value_t* from, unsigned first) const {
     constexpr int kPart = K < kPair ? K : kPair;
     using Part = Memory<value_t, kPart>;
     Memory<value_t, K> values[kLoads<K>];
     each<kLoads<K>>(
         turning.loads, rows,
         [&](int k, unsigned r, unsigned c) {
-          const int64_t place = uint64_t(min(r, rows - 1)) * turning.columns + min(c * K, columns - K);
+          const unsigned column = first + min(c * K, columns - K);
+          const int64_t place = uint64_t(min(r, rows - 1)) * turning.picked.columns + (K > 1 ? column : turning.picked.column(column));
           values[k] = *reinterpret_cast<const Memory<value_t, K>*>(from + place);
         },
         [&](int k, unsigned r, unsigned c) {
@@ -313,14 +314,14 @@ transpose_kernel(value_t* out, const value_t* source, const Turning turning, boo
   const unsigned n = blockIdx.x / turning.column_tiles / turning.row_tiles;  // 32 bits: a division of 64 costs as much as a tile
   const int64_t row = int64_t(blockIdx.x / turning.column_tiles % turning.row_tiles) * turning.height;
   const int64_t column = int64_t(blockIdx.x % turning.column_tiles) * turning.width * kPair;
-  const int64_t begin = int64_t(n) * turning.rows * turning.columns;
+  const int64_t begin = int64_t(n) * turning.rows;
   const auto within = [](unsigned size, int64_t left) { return left < size ? unsigned(left) : size; };
   const TurnedTile tile{turning, reinterpret_cast<TurnedTile::Word*>(shared), within(turning.height, turning.rows - row),
                         within(turning.width * kPair, turning.columns - column)};
-  const value_t* const from = source + begin + row * turning.columns + column;
-  value_t* const to = out + begin + column * turning.rows + row;
-  if (turning.loads_vectors) tile.load<kVector>(from);
-  else tile.load<1>(from);
+  const value_t* const from = source + (begin + row) * turning.picked.columns;
+  value_t* const to = out + begin * turning.columns + column * turning.rows + row;
+  if (turning.loads_vectors) tile.load<kVector>(from, unsigned(column));
+  else tile.load<1>(from, unsigned(column));
   __syncthreads();  // the tile is complete
   if (turning.stores_vectors) tile.store<kVector>(to, for_tf32);
   else tile.store<1>(to, for_tf32);
@@ -333,20 +334,31 @@ inline int64_t share_of(int64_t size, int64_t most, int64_t unit) {
   return ((size + tiles - 1) / tiles + unit - 1) / unit * unit;
 }
 
-inline void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool for_tf32,
-                      cudaStream_t stream) {
-  if (rows == 1 || columns == 1) rows *= N * columns, N = columns = 1;  // elements stay where they are
+inline void turn(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, Picked picked, bool for_tf32,
+                 cudaStream_t stream) {
   if (!(N * rows * columns)) return;
   constexpr int kSector = 32 / sizeof(value_t), kWords = kSquare * kSquare;
   const int64_t words = (columns + kPair - 1) / kPair;
   const int64_t width = share_of(words, words > kSquare && rows < kSquare ? kWords / rows : kSquare, kSector / kPair), pitch = width | 1;
   const int64_t height = share_of(rows, std::min(kSquare * (kSquare + 1) / pitch, kWords / width), kSector);
-  const bool loads_vectors = vectors_fit(source, columns), stores_vectors = vectors_fit(out, rows);
+  const bool loads_vectors = !picked.width && vectors_fit(source, columns), stores_vectors = vectors_fit(out, rows);
   const unsigned row_tiles = blocks_for(rows, int(height)), column_tiles = blocks_for(words, int(width));
   const Jobs loads(width * kPair / (loads_vectors ? kVector : 1)), stores(height / (stores_vectors ? kVector : 1));
   const Turning turning{unsigned(rows),   unsigned(columns), row_tiles,     column_tiles,   unsigned(height),
-                        unsigned(width), unsigned(pitch),   loads_vectors, stores_vectors, loads, stores};
+                        unsigned(width), unsigned(pitch),   loads_vectors, stores_vectors, loads, stores, picked};
   transpose_kernel<<<unsigned(N) * row_tiles * column_tiles, kPlaneThreads, 0, stream>>>(out, source, turning, for_tf32);
+}
+inline void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool for_tf32,
+                      cudaStream_t stream) {
+  if (rows == 1 || columns == 1) rows *= N * columns, N = columns = 1;  // elements stay where they are
+  turn(out, source, N, rows, columns, Picked{unsigned(columns)}, for_tf32, stream);
+}
+// source (N, rows, height, width) -> out (N, positions, rows), of each down-th row and each across-th column.
+inline void transpose_picked(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t height, int64_t width, int64_t down,
+                             int64_t across, bool for_tf32, cudaStream_t stream) {
+  const int64_t columns = (width - 1) / across + 1, positions = ((height - 1) / down + 1) * columns;
+  const Picked picked{unsigned(height * width), unsigned(width), unsigned(columns), unsigned(down), unsigned(across)};
+  turn(out, source, N, rows, positions, picked, for_tf32, stream);
 }
 
 }  // namespace load
