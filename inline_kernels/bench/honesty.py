@@ -14,13 +14,16 @@ dropout, eager drops what ours has dropped, if that is as random as it should be
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import copy
 import dataclasses
 import gc
 import math
 import os
 import random
 import re
+import signal
 import statistics
 import sys
 import threading
@@ -582,6 +585,27 @@ def _fill(table: dict, values: dict) -> None:
     table.update(values)
 
 
+def _shorten(length: Callable[[], int], pop: Callable[[], object]) -> Callable[[int], None]:
+    """What takes from a stack what was put there."""
+    return lambda before: [pop() for _ in range(length() - before)]
+
+
+def _saved_tensors_hooks():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or ()
+
+
+def tracers() -> tuple:
+    """What Python calls at each line or call."""
+    return sys.getprofile(), sys.gettrace()
+
+
+_attention = torch.backends.cuda
+_ATTENTION = [
+    (getattr(_attention, f"{kind}_sdp_enabled"), getattr(_attention, f"enable_{kind}_sdp"))
+    for kind in ("flash", "mem_efficient", "math", "cudnn")
+]
+
+
 # What a call must leave as it was: how to read it, and how to put it back.
 _SETTINGS = {
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
@@ -598,12 +622,24 @@ _SETTINGS = {
     "autocast on the GPU": (lambda: torch.is_autocast_enabled("cuda"), lambda value: torch.set_autocast_enabled("cuda", value)),
     "anomaly mode": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     "how denormal numbers are treated": (lambda: (torch.tensor(1e-40) * 0.5).item() == 0, torch.set_flush_denormal),
-    "modes of torch's functions": (torch._C._len_torch_function_stack, None),
+    "modes of torch's functions": (
+        torch._C._len_torch_function_stack, _shorten(torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack)
+    ),
+    "modes of torch's operators": (
+        torch._C._len_torch_dispatch_stack, _shorten(torch._C._len_torch_dispatch_stack, lambda: torch._C._pop_torch_dispatch_stack(None))
+    ),
+    "hooks of saved tensors": (_saved_tensors_hooks, lambda value: torch._C._autograd._pop_saved_tensors_default_hooks()),
+    "kernels of attention": (lambda: [read() for read, _ in _ATTENTION], lambda found: [write(v) for (_, write), v in zip(_ATTENTION, found)]),
     "the current GPU": (lambda: torch.cuda.current_device() if torch.cuda.is_initialized() else None, torch.cuda.set_device),
     "the current stream": (lambda: torch.cuda.current_stream() if torch.cuda.is_initialized() else None, torch.cuda.set_stream),
     "garbage collection": (gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
+    "when garbage is collected": (gc.get_threshold, lambda value: gc.set_threshold(*value)),
+    "what garbage collection calls": (lambda: [*gc.callbacks], lambda found: gc.callbacks.__setitem__(slice(None), found)),
+    "how long a thread runs": (sys.getswitchinterval, sys.setswitchinterval),
+    "timers": (lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, lambda on: on or signal.setitimer(signal.ITIMER_REAL, 0)),
+    "the environment": (lambda: dict(os.environ), lambda found: _fill(os.environ, found)),
     "the working directory": (os.getcwd, os.chdir),
-    "Python's profiler": (lambda: (sys.getprofile(), sys.gettrace()), lambda found: (sys.setprofile(found[0]), sys.settrace(found[1]))),
+    "Python's profiler": (tracers, lambda found: (sys.setprofile(found[0]), sys.settrace(found[1]))),
     "hooks of all modules": (lambda: [dict(hooks) for hooks in _GLOBAL_HOOKS], lambda found: [_fill(*each) for each in zip(_GLOBAL_HOOKS, found)]),
 }  # fmt: skip
 
@@ -614,26 +650,34 @@ def surroundings(model: nn.Module | None = None) -> dict:
     import torch._dynamo  # noqa: F401  which wraps some of them when it is first imported
 
     owners = [
-        torch,
-        Tensor,
-        nn.Module,
-        nn.functional,
-        torch.autograd,
-        torch.cuda,
-        torch.cuda.Event,
-        time,
-        statistics,
-        math,
-    ]
-    owners += [checks, sys.modules[__name__], *{type(m) for m in (model.modules() if model else ())}]
+        builtins, copy, dataclasses, math, random, random.Random, random.SystemRandom, statistics, time,
+        torch, Tensor, nn.Module, nn.functional, torch.autograd, torch.cuda, torch.cuda.Event,
+    ]  # fmt: skip
+    owners += [*_judges(), *{type(m) for m in (model.modules() if model else ())}]
     functions = {(owner, name): value for owner in owners for name, value in _functions(owner).items()}
     return _settings() | functions
 
 
-def _functions(owner) -> dict[str, Callable]:
-    """But for those of nn.Module that the compiler wraps when it first compiles."""
+def _judges() -> list:
+    """The modules and classes that judge."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(__package__ + ".")]
+    return modules + [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+
+
+def _functions(owner) -> dict[str, object]:
+    """Of who judges all members; but for those of nn.Module that the compiler wraps when it first compiles."""
+    judges = (getattr(owner, "__module__", None) or owner.__name__).startswith(__package__ + ".")
     ours = owner is nn.Module and ("__init__", "__setstate__") or ()
-    return {name: value for name, value in vars(owner).items() if callable(value) and name not in ours}
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if (callable(value) or judges and not name.startswith("__")) and name not in ours
+    }
 
 
 def _settings() -> dict[str, object]:
