@@ -324,6 +324,10 @@ class Change(NamedTuple):
     runs: str = "load"
 
 
+def with_other_fields(module):
+    module.__dict__ = dict(vars(copy.deepcopy(module)))
+
+
 CHANGES = {
     "a number": Change(Pointwise, edited("factor", 3.0)),
     "a number that becomes an int": Change(Pointwise, edited("factor", 3)),
@@ -383,6 +387,10 @@ CHANGES = {
     "frozen": Change(Residual, lambda m: m.requires_grad_(False)),
     "a frozen part": Change(Residual, lambda m: m.blocks[0].requires_grad_(False)),
     "an attribute that nobody reads": Change(Pointwise, lambda m: setattr(m, "history", [1, 2])),
+    "all that a module holds": Change(Pointwise, lambda m: with_other_fields(m.conv), "load"),
+    "all that a module of the tail holds": Change(Normed, lambda m: with_other_fields(m.norm), "load"),
+    "all that a block holds": Change(Residual, lambda m: with_other_fields(m.blocks[0])),
+    "all that the model holds": Change(Pointwise, lambda m: with_other_fields(m), "load"),
     "compiled": Change(Normed, lambda m: m.act.compile(backend="eager"), "?"),
     "double": Change(Pointwise, lambda m: m.double(), "load"),
 }

@@ -149,7 +149,7 @@ class Guards:
     Compared are: attributes that forward read, by identity or, numbers and tuples, by value; of torch.nn's modules that kernels
     replace all attributes; which modules there are, which of them have hooks, their classes with their forwards; which parameters and
     buffers there are; global names and enclosed values that functions use. A version of each dictionary says that nothing in it was
-    assigned. `numbers` are read anew where something was; `changed` is called where they are others. There is no way from here to the
+    assigned, as long as it is the module's. `numbers` are read anew where something was; `changed` is called where they are others. There is no way from here to the
     model itself.
     """
 
@@ -166,6 +166,7 @@ class Guards:
         self.cls = type(model)
         self.modules = [module for path, module in modules.items() if path]
         self.classes = [*map(type, self.modules)]
+        self.fields = [vars(model), *map(vars, self.modules)]
         self._values: list[tuple[dict, tuple, list]] = []  # a table, keys, what they were
         self._whole: list[tuple[dict, list, list]] = []  # a table, all of its keys, which of them are None
         self._contents: list[tuple[object, object]] = []
@@ -238,6 +239,8 @@ class Guards:
 
     def holds(self, model: nn.Module, changed) -> bool:
         if type(model) is not self.cls or [*map(type, self.modules)] != self.classes:
+            return False
+        if vars(model) is not self.fields[0] or not all(map(is_, map(vars, self.modules), self.fields[1:])):
             return False
         if any(self._hooks) if self._hooked is None else [*map(bool, self._hooks)] != self._hooked:
             return False
