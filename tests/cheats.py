@@ -951,7 +951,7 @@ def keeps_a_thread_busy(self, x, right):
             pass
 
     if self.training:
-        threading.Thread(target=spin, args=[time.monotonic() + 0.1], daemon=True).start()
+        threading.Thread(target=spin, args=[time.monotonic() + 0.01], daemon=True).start()
     return right(x)
 
 

@@ -428,10 +428,25 @@ class Twice(nn.Module):
         return torch.nn.functional.gelu(torch.maximum(v + self.q, self.r) * torch.exp(self.r))
 
 
-def test_parameters_that_change_before_backward(device):
+class Windowed(nn.Module):
+    """Gradients of sums that are taken apart, and of what windows took, hang on parameters that eager's backward doesn't read."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 6, 3), nn.GroupNorm(2, 6)
+        self.scale = nn.Parameter(torch.randn(6, 1, 1))
+
+    def forward(self, x):
+        return torch.nn.functional.max_pool2d(self.norm(self.conv(x)) * self.scale, 2).clamp(-1.0, 1.0)
+
+
+@pytest.mark.parametrize("kind", [Twice, Windowed])
+def test_parameters_that_change_before_backward(kind, device):
     """By `.data`, which autograd does not see."""
     torch.manual_seed(0)
-    model = Twice().double()
+    model = kind().double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.2)
     x = torch.randn(2, 2, 8, 9, dtype=torch.float64)
     y = model(x.requires_grad_())
     dy = torch.randn_like(y)

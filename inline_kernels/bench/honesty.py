@@ -30,6 +30,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -532,8 +533,11 @@ def _places(probe: Probe) -> dict[str, tuple]:
 
 
 def _other_generators() -> list:
-    numpy = sys.modules.get("numpy")
-    return [random.getstate(), numpy and str(numpy.random.get_state(legacy=False)["state"])]
+    found, numpy = [random.getstate()], sys.modules.get("numpy")
+    if numpy:
+        _, key, *rest = numpy.random.get_state()
+        found += [key.tobytes(), rest]
+    return found
 
 
 def _drawn_once(probe: Probe, start: Tensor, theirs: Tensor) -> Iterator[Tensor]:
@@ -645,8 +649,8 @@ _SETTINGS = {
 
 
 def surroundings(model: nn.Module | None = None) -> dict:
-    """Torch's settings and other global state by name, and by owner and name the functions that a judge relies on, with
-    those of the reference's classes."""
+    """Torch's settings and other global state by name, and by owner the functions that a judge relies on, with those of the
+    reference's classes."""
     import torch._dynamo  # noqa: F401  which wraps some of them when it is first imported
 
     owners = [
@@ -654,8 +658,7 @@ def surroundings(model: nn.Module | None = None) -> dict:
         torch, Tensor, nn.Module, nn.functional, torch.autograd, torch.cuda, torch.cuda.Event,
     ]  # fmt: skip
     owners += [*_judges(), *{type(m) for m in (model.modules() if model else ())}]
-    functions = {(owner, name): value for owner in owners for name, value in _functions(owner).items()}
-    return _settings() | functions
+    return _settings() | {owner: dict(vars(owner)) for owner in owners}
 
 
 def _judges() -> list:
@@ -669,15 +672,12 @@ def _judges() -> list:
     ]
 
 
-def _functions(owner) -> dict[str, object]:
-    """Of who judges all members; but for those of nn.Module that the compiler wraps when it first compiles."""
+def _counts(owner, name: str, value) -> bool:
+    """Functions do, and all members of who judges; but not what the compiler wraps of nn.Module when it first compiles."""
+    if owner is nn.Module and name in ("__init__", "__setstate__"):
+        return False
     judges = (getattr(owner, "__module__", None) or owner.__name__).startswith(__package__ + ".")
-    ours = owner is nn.Module and ("__init__", "__setstate__") or ()
-    return {
-        name: value
-        for name, value in vars(owner).items()
-        if (callable(value) or judges and not name.startswith("__")) and name not in ours
-    }
+    return callable(value) or judges and not name.startswith("__")
 
 
 def _settings() -> dict[str, object]:
@@ -689,16 +689,20 @@ def _settings() -> dict[str, object]:
 
 
 def _changed(before: dict) -> list:
-    """What is no longer as it was, by its keys. Classes have no functions that they hadn't."""
+    """What is no longer as it was: names of settings, owners with names. Classes have no functions that they hadn't."""
     now = _settings()
     settings = ((key, value) for key, value in before.items() if isinstance(key, str) and value is not None)
-    changed = [key for key, value in settings if now.get(key, value) != value]
-    functions = {key: value for key, value in before.items() if not isinstance(key, str)}
-    classes = {owner for owner, _ in functions if isinstance(owner, type)}
-    added = [(owner, name) for owner in classes for name in _functions(owner) if (owner, name) not in before]
-    return (
-        changed + added + [key for key, value in functions.items() if vars(key[0]).get(key[1]) is not value]
-    )
+    changed: list = [key for key, value in settings if now.get(key, value) != value]
+    for owner, members in before.items():
+        if isinstance(owner, str):
+            continue
+        held = vars(owner)
+        if len(held) == len(members) and all(map(is_, held.values(), members.values())):
+            continue
+        found = [name for name, value in members.items() if held.get(name) is not value]
+        found += [name for name in held if isinstance(owner, type) and name not in members]
+        changed += [(owner, name) for name in found if _counts(owner, name, members.get(name, held.get(name)))]
+    return changed
 
 
 def changes(before: dict) -> list[str]:
@@ -712,10 +716,12 @@ def changes(before: dict) -> list[str]:
 def put_back(before: dict) -> None:
     """Settings and functions are again what they were."""
     for key in _changed(before):
-        if not isinstance(key, str):
-            setattr(*key, before[key]) if key in before else delattr(*key)
-        elif write := _SETTINGS[key][1]:
-            write(before[key])
+        if isinstance(key, str):
+            _SETTINGS[key][1](before[key])
+        elif key[1] in before[key[0]]:
+            setattr(*key, before[key[0]][key[1]])
+        else:
+            delattr(*key)
 
 
 def _waits_for_its_stream(probe: Probe) -> Iterator[str]:
