@@ -928,8 +928,11 @@ sets(
     lambda: torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t.clone(), lambda t: t),
     "train",
 )
-sets("enters_a_mode_of_operators", lambda: Slow().__enter__())
-sets("enters_a_mode_of_functions", lambda: BaseTorchFunctionMode().__enter__())
+sets("enters_a_mode_of_operators", lambda: torch._C._len_torch_dispatch_stack() or Slow().__enter__())
+sets(
+    "enters_a_mode_of_functions",
+    lambda: torch._C._len_torch_function_stack() or BaseTorchFunctionMode().__enter__(),
+)
 sets("hooks_every_module", lambda: nn.modules.module.register_module_forward_hook(lambda *call: None))
 
 

@@ -701,7 +701,9 @@ def _changed(before: dict) -> list:
             continue
         found = [name for name, value in members.items() if held.get(name) is not value]
         found += [name for name in held if isinstance(owner, type) and name not in members]
-        changed += [(owner, name) for name in found if _counts(owner, name, members.get(name, held.get(name)))]
+        changed += [
+            (owner, name) for name in found if _counts(owner, name, members.get(name, held.get(name)))
+        ]
     return changed
 
 

@@ -153,8 +153,12 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
     kept = _kept(nodes, z)
     if only_v:
         kept = [z] if z in order([root.node for root in roots.values()]) else []
-    arrays: dict[Node, Array] = {}  # by forward's node: kept parameters, taken at places, are both as they were and as they are
-    given = {node: arrays.setdefault(past.now(node), _saved_array(node, z, kind.few_channels)) for node in kept}
+    arrays: dict[
+        Node, Array
+    ] = {}  # by forward's node: kept parameters, taken at places, are both as they were and as they are
+    given = {
+        node: arrays.setdefault(past.now(node), _saved_array(node, z, kind.few_channels)) for node in kept
+    }
     gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept and not only_v else None
     if gate and kind.device == "cpu" and not source.is_drawn(gate[0]):
         gate = None  # counting costs as much as what it may save
