@@ -7,7 +7,7 @@ in its place where backward needs no more of it, and small values in one tensor,
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import source, strips
