@@ -117,7 +117,8 @@ def _level(node: Node) -> int:
 def factored(roots: Sequence[Node]) -> list[Node]:
     """A gradient's roots with x·r + y·r as (x + y)·r, and Σ x·r as r·Σ x, where r is a statistic of forward's. A norm's gradient is r = 1/σ
     times what is left of dy when its means are taken off, which may be little: with few positions of a plane the rounding of dy·r
-    would be most of it. Parameters stay with dy, as in eager's norms."""
+    would be most of it. Parameters stay with dy, as in eager's norms. For the same reason deviations are from the mean as it is, not
+    from what it is rounded to; but those that masks compare, which are forward's."""
     rewriter = _Factored(roots)
     return [rewriter.of(root) for root in roots]
 
@@ -144,7 +145,9 @@ class _Factored:
                 if not node.space.level or any(saves for _, saves in found):
                     terms = [left for left, _ in found]
                     taken_out.append(factor)
-        if node.is_scalar_op:
+        if node.op == "mul":
+            result = graph.scalar("mul", *map(self._unrounded, terms))
+        elif node.is_scalar_op:
             result = graph.scalar(node.op, *terms)
         elif node.op == "sum":
             result = graph.total(node.attr, terms[0])
@@ -155,6 +158,12 @@ class _Factored:
         for factor in taken_out:
             result = result * factor
         return result
+
+    def _unrounded(self, a: Node) -> Node:
+        if a.op != "sub" or not a.space.level or a.id in self.facts.of_dy:
+            return a
+        mean = a.args[1]
+        return a - mean.apply("rest") if mean.space.small and mean.id in self.facts.of_z else a
 
     def _statistics(self, a: Node, index: Node | None = None) -> list[Node]:
         """Those among a's factors. index: a is put to those places."""
