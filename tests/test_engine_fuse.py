@@ -507,6 +507,47 @@ def test_attributes_of_classes_and_helpers():
         del INPUTS[Held]
 
 
+LEVEL = {"now": 2.0}
+
+
+class Settings:
+    def __init__(self):
+        self.shift = 0.5
+
+
+class Computed(nn.Module):
+    """A number of a property that reads what belongs to nobody, and one of an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.settings = nn.Conv2d(3, 6, 3), Settings()
+
+    @property
+    def level(self):
+        return LEVEL["now"]
+
+    @property
+    def size(self):
+        return 2 + (LEVEL["now"] > 2)
+
+    def forward(self, x):
+        y = torch.relu(self.conv(x)) * self.level + self.settings.shift
+        return F.max_pool2d(y, self.size)
+
+
+def test_properties_and_objects_count_at_each_call(monkeypatch):
+    monkeypatch.setitem(INPUTS, Computed, (2, 3, 8, 8))
+    model, fast, x = pair(Computed)
+    assert_same(fast, model, x)
+    for level in (1.5, 4.0, 2.0):
+        monkeypatch.setitem(LEVEL, "now", level)
+        assert_same(fast, model, x)
+    for shift in (1.25, -3.0):
+        model.settings.shift = fast.settings.shift = shift
+        assert_same(fast, model, x)
+    assert runs(fast, x) == ["load"]
+
+
 def test_methods_of_modules_that_forward_calls():
     """Those of nn.Module, too, which whoever traces calls for itself."""
 
