@@ -180,6 +180,7 @@ class Guards:
         self.modules = [module for path, module in modules.items() if path]
         self.classes = [*map(type, self.modules)]
         self.fields = [vars(model), *map(vars, self.modules)]
+        self._pairs = [*zip(self.modules, self.fields[1:])]
         self._values: list[tuple[dict, tuple, list]] = []  # a table, keys, what they were
         self._whole: list[tuple[dict, list, list]] = []  # a table, all of its keys, which of them are None
         self._contents: list[tuple[object, list]] = []
@@ -265,8 +266,11 @@ class Guards:
     def holds(self, model: nn.Module, changed) -> bool:
         if type(model) is not self.cls or [*map(type, self.modules)] != self.classes:
             return False
-        if vars(model) is not self.fields[0] or not all(map(is_, map(vars, self.modules), self.fields[1:])):
+        if model.__dict__ is not self.fields[0]:
             return False
+        for module, fields in self._pairs:  # three times as fast as vars
+            if module.__dict__ is not fields:
+                return False
         if any(self._hooks) if self._hooked is None else [*map(bool, self._hooks)] != self._hooked:
             return False
         if [cls.forward for cls in self._classes] != self._forwards:
