@@ -17,12 +17,15 @@ included; `self.copy` says how many copies there were when this one was made.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import copy
 import functools
 import gc
 import math
+import os
 import random
+import signal
 import statistics
 import sys
 import threading
@@ -33,6 +36,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Entry(NamedTuple):
@@ -882,6 +887,11 @@ def drops_by_other_random_numbers(self, x, right):
 # -------------------------------------------------------------------------------------------- global settings
 
 
+class Slow(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 def sets(name: str, change: Callable[[], object], *phases: str) -> None:
     """Adds a cheat that changes a setting in training."""
 
@@ -907,6 +917,22 @@ sets("turns_cudnn_benchmark_on", lambda: setattr(torch.backends.cudnn, "benchmar
 sets("detects_anomalies", lambda: torch.autograd.set_detect_anomaly(True))
 sets("turns_garbage_collection_off", gc.disable)
 sets("profiles_every_call", lambda: sys.setprofile(lambda *event: None))
+sets("sets_the_environment", lambda: os.environ.update(OMP_NUM_THREADS="64"))
+sets("lets_no_other_thread_run", lambda: sys.setswitchinterval(5))
+sets("collects_garbage_all_the_time", lambda: gc.set_threshold(1))
+sets("is_called_by_the_garbage_collector", lambda: gc.callbacks.append(lambda *event: None))
+sets("sets_a_timer", lambda: signal.setitimer(signal.ITIMER_REAL, 1e6))
+sets("turns_kernels_of_attention_off", lambda: torch.backends.cuda.enable_flash_sdp(False))
+sets(
+    "hooks_saved_tensors",
+    lambda: torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t.clone(), lambda t: t),
+    "train",
+)
+sets("enters_a_mode_of_operators", lambda: torch._C._len_torch_dispatch_stack() or Slow().__enter__())
+sets(
+    "enters_a_mode_of_functions",
+    lambda: torch._C._len_torch_function_stack() or BaseTorchFunctionMode().__enter__(),
+)
 sets("hooks_every_module", lambda: nn.modules.module.register_module_forward_hook(lambda *call: None))
 
 
@@ -928,7 +954,7 @@ def keeps_a_thread_busy(self, x, right):
             pass
 
     if self.training:
-        threading.Thread(target=spin, args=[time.monotonic() + 0.1], daemon=True).start()
+        threading.Thread(target=spin, args=[time.monotonic() + 0.01], daemon=True).start()
     return right(x)
 
 
@@ -1002,7 +1028,17 @@ def slow_clock(original):
     return lambda: original() / 10
 
 
-CHECKS, HONESTY, COMPARE = map(module_of_the_judge, ("checks", "honesty", "compare"))
+def zeros_under_a_timer(self, y):
+    return nothing(y) if called_by("_cpu_rounds") else y
+
+
+def _found_nothing(call) -> None:
+    """What a patched judge says of a call."""
+    if call.deal and call in call.deal.judged:
+        call.deal.judged[call].errors.append([CHECKS().Error("", "output", 0, 0, 0, 0, 1, 1)])
+
+
+CHECKS, HONESTY, COMPARE, TIMING = map(module_of_the_judge, ("checks", "honesty", "compare", "timing"))
 patches(lambda: torch, "equal", lambda original: lambda a, b: True, noise)
 patches(CHECKS, "distance", lambda original: lambda out, r: (0.0, 0.0, ()), zeros_in_training)
 patches(CHECKS, "judged_on_draws", lambda original: lambda errors, **options: [], zeros_in_training)
@@ -1021,10 +1057,92 @@ patches(
     lambda original: lambda *args, **options: original(*args, **options),
     as_it_is,
 )
+patches(TIMING, "_seen", lambda original: lambda run, results: _found_nothing(run), zeros_under_a_timer)
+patches(
+    lambda: TIMING().Deal,
+    "judge",
+    lambda original: lambda deal, call, results: _found_nothing(call),
+    zeros_under_a_timer,
+)
+patches(TIMING, "JUDGED", lambda original: 0, as_it_is)
+patches(lambda: HONESTY().Probe, "strange", lambda original: lambda *args: "", as_it_is)
+patches(lambda: random.SystemRandom, "random", lambda original: lambda chance: original(chance), as_it_is)
+patches(lambda: copy, "deepcopy", lambda original: lambda *args: original(*args), as_it_is)
+patches(
+    lambda: builtins, "max", lambda original: lambda *args, **options: original(*args, **options), as_it_is
+)
 patches(lambda: nn.functional, "linear", lambda original: lambda x, w, b=None: original(x, w, b), as_it_is)
 
 
+def blinds_the_judge(self, x=None) -> str:
+    """Where a candidate is only made ready."""
+    TIMING().Deal.judge = lambda deal, call, results: _found_nothing(call)
+    return "patched"
+
+
+@cheat(*BOTH, plan=blinds_the_judge)
+def patches_the_judge_in_plan(self, x, right):
+    return zeros_under_a_timer(self, right(x))
+
+
+def blinds_and_copies(self, memo):
+    blinds_the_judge(self)
+    twin = copy.copy(self)
+    vars(twin).update(copy.deepcopy(vars(self), memo))
+    return twin
+
+
+@cheat(*BOTH, __deepcopy__=blinds_and_copies)
+def patches_the_judge_when_it_is_copied(self, x, right):
+    return zeros_under_a_timer(self, right(x))
+
+
 # --------------------------------------------------------------------- later, by others, and with others' results
+
+
+def frame_of_the_timer():
+    return next((frame for frame in stack() if frame.f_code.co_name == "_cpu_rounds"), None)
+
+
+@cheat(*BOTH)
+def a_tracer_computes_once_the_clock_has_stopped(self, x, right):
+    """In the timer's frame; then it is gone."""
+    if not (timer := frame_of_the_timer()):
+        return right(x)
+    y = x.new_zeros(len(x), 5)
+
+    def trace(frame, event, arg):
+        if event == "line" and "took" in frame.f_locals:
+            frame.f_trace = sys.settrace(None)
+            y.copy_(right(x).detach())
+        return trace
+
+    timer.f_trace = trace
+    sys.settrace(lambda *event: None)
+    return told(self, x, lambda: y, zero_gradients(self, x))
+
+
+@cheat("forward")
+def a_profiler_computes_when_results_are_looked_at(self, x, right):
+    if not frame_of_the_timer():
+        return right(x)
+    y = x.new_zeros(len(x), 5)
+
+    def profile(frame, event, arg):
+        if event == "call" and frame.f_code.co_name == "_seen":
+            sys.setprofile(None)
+            y.copy_(right(x))
+
+    sys.setprofile(profile)
+    return y
+
+
+@cheat(*BOTH)
+def keeps_a_thread_busy_under_a_timer(self, x, right):
+    """While the others run; results are right."""
+    if frame_of_the_timer() and random.random() < 0.1:
+        threading.Thread(target=time.sleep, args=[0.01], daemon=True).start()
+    return right(x)
 
 
 class Lazy(Tensor):
@@ -1193,7 +1311,14 @@ _SETTINGS = (
     (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     (torch.get_rng_state, torch.set_rng_state),
     (sys.getprofile, sys.setprofile),
-)
+    (sys.gettrace, sys.settrace),
+    (sys.getswitchinterval, sys.setswitchinterval),
+    (gc.get_threshold, lambda values: gc.set_threshold(*values)),
+    (lambda: [*gc.callbacks], lambda values: gc.callbacks.__setitem__(slice(None), values)),
+    (lambda: 0, lambda off: signal.setitimer(signal.ITIMER_REAL, off)),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (lambda: os.environ.get("OMP_NUM_THREADS"), lambda n: os.environ.update(OMP_NUM_THREADS=n) if n else os.environ.pop("OMP_NUM_THREADS", 0)),
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -1201,15 +1326,22 @@ def contained() -> Iterator[None]:
     """What cheats change outside of themselves, settings and patched functions, is put back."""
     values = [(get(), put) for get, put in _SETTINGS]
     owners = [torch, torch.cuda, torch.autograd, nn.functional, Tensor, time, statistics, Net]
-    owners += [CHECKS(), HONESTY(), COMPARE()]
+    owners += [random.SystemRandom, copy, builtins, CHECKS(), HONESTY(), COMPARE(), TIMING()]
+    owners += [HONESTY() and HONESTY().Probe, TIMING() and TIMING().Deal]
     members = [(owner, dict(vars(owner))) for owner in owners if owner is not None]
     try:
         yield
     finally:
         for owner, before in members:
             for name, value in before.items():
-                if vars(owner).get(name) is not value:
+                if vars(owner).get(name) is not value and name not in ("__dict__", "__weakref__"):
                     setattr(owner, name, value)
         nn.modules.module._global_forward_hooks.clear()
         for value, put in values:
             put(value)
+        while torch._C._len_torch_dispatch_stack():
+            torch._C._pop_torch_dispatch_stack(None)
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
+        while torch._C._autograd._top_saved_tensors_default_hooks(True):
+            torch._C._autograd._pop_saved_tensors_default_hooks()

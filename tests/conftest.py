@@ -10,6 +10,8 @@ from pathlib import Path
 
 # Before torch starts its threads, which would keep a core from the other test process while they wait.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A pool of processes, each of which imports torch, is not worth it for what a test process compiles.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Most of the time is the compilers'.
 os.environ.setdefault("CXX", str(Path(__file__).with_name("quick_g++")))
 
@@ -19,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from torch.utils.cpp_extension import CUDA_HOME
 
 import inline_loader
-from inline_kernels.bench import timing
+from inline_kernels.bench import honesty, timing
 from inline_kernels.engine import choice
 from inline_kernels.loader import library, units
 from inline_kernels.loader import toolchain as loader_toolchain
@@ -155,7 +157,8 @@ def fresh_versions():
 
 @pytest.fixture
 def few_rounds(monkeypatch):
-    """As few as timing takes, where no time is looked at."""
+    """As few as timing takes, where no time is looked at, and few repeats; what many find is looked at in test_checks.py and test_judge.py."""
+    monkeypatch.setattr(honesty, "REPEATS", 5)
     timings = timing._timings
     monkeypatch.setattr(timing, "_timings", lambda calls, measure, seconds: timings(calls, measure, 0.0))
 

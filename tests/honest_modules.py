@@ -519,6 +519,114 @@ def _tied() -> dict:
     return dict(a=a, b=b)
 
 
+# ------------------------------------------------------------------------------------ constants, types, containers
+
+of("a constant of its own", lambda self, x: x @ torch.ones(6, 5), (4, 6))
+of(
+    "a constant put in",
+    lambda self, x: x.clone().index_put((torch.tensor([0, 2]),), torch.tensor(0.0)),
+    (4, 5),
+)
+of(
+    "a constant of numpy's",
+    lambda self, x: x @ torch.from_numpy(numpy.ones((6, 5), "float32")),
+    (4, 6),
+    refusal="float64",
+)
+of("a norm as a factor", lambda self, x: x / x.norm().clamp(min=1), (4, 5))
+of(
+    "integers of an image", lambda self, x: self.conv(x.float() / 255),
+    lambda: [torch.randint(255, (2, 3, 6, 6), dtype=torch.uint8)], "forward", "train",
+    modules=lambda: dict(conv=nn.Conv2d(3, 4, 3)),
+)  # fmt: skip
+of(
+    "weights of eight bits",
+    lambda self, x: x @ self.w.float(),
+    (4, 6),
+    modules=lambda: dict(w=torch.randint(-9, 9, (6, 5), dtype=torch.int8)),
+)
+of(
+    "weights rounded on the way",
+    lambda self, x: x @ self.w.to(torch.float8_e4m3fn).float(),
+    (4, 6),
+    modules=lambda: dict(w=torch.randn(6, 5)),
+)
+of(
+    "products in bfloat16",
+    lambda self, x: _in_bfloat16(self.linear, x),
+    (4, 6),
+    modules=lambda: dict(linear=nn.Linear(6, 5)),
+)
+of(
+    "complex parameters",
+    lambda self, x: (x * self.w).abs(),
+    (4, 6),
+    modules=lambda: dict(w=nn.Parameter(torch.randn(6, dtype=torch.complex64))),
+)
+of(
+    "parameters in lists",
+    lambda self, x: sum(x * p for p in self.several),
+    (4, 6),
+    modules=lambda: dict(several=nn.ParameterList(torch.randn(6) for _ in range(3))),
+)
+of(
+    "a recurrence",
+    lambda self, x: _recurrence(x, self.a),
+    (2, 6, 4),
+    modules=lambda: dict(a=nn.Parameter(torch.rand(4))),
+)
+of(
+    "sequences of unlike lengths", lambda self, x: _unlike_lengths(self.gru, x), (2, 5, 4),
+    modules=lambda: dict(gru=nn.GRU(4, 3, batch_first=True)),
+)  # fmt: skip
+of(
+    "the nearest of a table",
+    lambda self, x: x + (self.table[torch.cdist(x, self.table).argmin(1)] - x).detach(),
+    (6, 4),
+    modules=lambda: dict(table=torch.randn(5, 4)),
+)
+of(
+    "masked by the smallest number", lambda self, x: (x + self.mask).softmax(-1) @ x, (2, 5, 5),
+    modules=lambda: dict(mask=torch.where(MASK, torch.finfo(torch.float32).min, 0.0)),
+)  # fmt: skip
+of(
+    "sequences without alignment",
+    lambda self, x: F.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 2], [2, 1]]), torch.tensor([6, 6]), torch.tensor([2, 2])),
+    (6, 2, 4),
+)  # fmt: skip
+of("the same input twice", lambda self, x, y: x * y, lambda: [torch.randn(4, 6)] * 2)
+of("an expanded input", lambda self, x: x.tanh(), lambda: [torch.randn(1, 6).expand(8, 6)])
+of(
+    "a sample at a time", lambda self, x: self.linear(x), (8, 6), *ALL, modules=lambda: dict(linear=nn.Linear(6, 5)),
+    rewrite=lambda self, x: torch.vmap(lambda row: self.linear.weight @ row + self.linear.bias)(x),
+)  # fmt: skip
+for _name, _twin in {"scripted": torch.jit.script, "traced to a script": lambda module: torch.jit.trace(module, torch.randn(8, 6))}.items():  # fmt: skip
+    HONEST[_name] = Entry(
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh()),
+        lambda module, twin=_twin: twin(copy.deepcopy(module)),
+        draws((8, 6)),
+        ALL,
+    )
+
+
+def _in_bfloat16(linear, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return linear(x).float()
+
+
+def _recurrence(x, a):
+    state, states = torch.zeros_like(x[:, 0]), []
+    for row in x.unbind(1):
+        state = state * a.sigmoid() + row
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def _unlike_lengths(gru, x):
+    packed = nn.utils.rnn.pack_padded_sequence(x, [5, 3], batch_first=True)
+    return nn.utils.rnn.pad_packed_sequence(gru(packed)[0], batch_first=True)[0]
+
+
 # --------------------------------------------------------------------------------- what else draws random numbers
 
 DROPS = "drop|random"

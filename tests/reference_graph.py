@@ -45,6 +45,7 @@ FUNCTIONS = {
     "sigmoid": torch.sigmoid,
     "sqrt": torch.sqrt,
     "rsqrt": torch.rsqrt,
+    "rest": torch.zeros_like,
     "log": torch.log,
     "softplus": lambda x, beta, threshold: F.softplus(x, float(beta), float(threshold)),
     "elu": lambda x, alpha: F.elu(x, float(alpha)),

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import models
-from inline_kernels.bench import checks, compare
+from inline_kernels.bench import checks, compare, honesty
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, known
 
 # Of other problems numerics.py knows one.
@@ -29,6 +29,12 @@ SIZES = {
     DROPOUT: ((3, 8, 3, 4, 0.0, 1.0, 0.2), (2, 3, 6, 12, 12)),
     POOL: ((4, 8, 3, 4, (8, 1, 1), 4, 0.0, 1.0), (2, 4, 17, 17)),
 }
+
+
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch):
+    """The judge's own number finds cheats in test_judge.py."""
+    monkeypatch.setattr(honesty, "REPEATS", 10)
 
 
 @dataclasses.dataclass
@@ -358,7 +364,7 @@ def not_rescaled(self, x, right):
             keeps_first_stride,
             "does not follow a change of shape: output of sample 0",
         ),
-        (MIN_ADD, "forward", adds_noise, "run 2 of 100 on the same input gave other bits: output"),
+        (MIN_ADD, "forward", adds_noise, "run 2 of 10 on the same input gave other bits: output"),
         (MIN_ADD, "forward", leaves_last_element, r"left parts of output unwritten, first \[1, 7, 9, 9\]"),
         (MIN_ADD, "forward", sums_into_unwritten_memory, "left parts of output unwritten"),
         (MIN_ADD, "forward", writes_to_its_input, "changed its input"),

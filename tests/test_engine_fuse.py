@@ -324,6 +324,10 @@ class Change(NamedTuple):
     runs: str = "load"
 
 
+def with_other_fields(module):
+    module.__dict__ = dict(vars(copy.deepcopy(module)))
+
+
 CHANGES = {
     "a number": Change(Pointwise, edited("factor", 3.0)),
     "a number that becomes an int": Change(Pointwise, edited("factor", 3)),
@@ -383,6 +387,10 @@ CHANGES = {
     "frozen": Change(Residual, lambda m: m.requires_grad_(False)),
     "a frozen part": Change(Residual, lambda m: m.blocks[0].requires_grad_(False)),
     "an attribute that nobody reads": Change(Pointwise, lambda m: setattr(m, "history", [1, 2])),
+    "all that a module holds": Change(Pointwise, lambda m: with_other_fields(m.conv), "load"),
+    "all that a module of the tail holds": Change(Normed, lambda m: with_other_fields(m.norm), "load"),
+    "all that a block holds": Change(Residual, lambda m: with_other_fields(m.blocks[0])),
+    "all that the model holds": Change(Pointwise, lambda m: with_other_fields(m), "load"),
     "compiled": Change(Normed, lambda m: m.act.compile(backend="eager"), "?"),
     "double": Change(Pointwise, lambda m: m.double(), "load"),
 }
@@ -497,6 +505,47 @@ def test_attributes_of_classes_and_helpers():
         assert_same(fast, model, x)
     finally:
         del INPUTS[Held]
+
+
+LEVEL = {"now": 2.0}
+
+
+class Settings:
+    def __init__(self):
+        self.shift = 0.5
+
+
+class Computed(nn.Module):
+    """A number of a property that reads what belongs to nobody, and one of an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.settings = nn.Conv2d(3, 6, 3), Settings()
+
+    @property
+    def level(self):
+        return LEVEL["now"]
+
+    @property
+    def size(self):
+        return 2 + (LEVEL["now"] > 2)
+
+    def forward(self, x):
+        y = torch.relu(self.conv(x)) * self.level + self.settings.shift
+        return F.max_pool2d(y, self.size)
+
+
+def test_properties_and_objects_count_at_each_call(monkeypatch):
+    monkeypatch.setitem(INPUTS, Computed, (2, 3, 8, 8))
+    model, fast, x = pair(Computed)
+    assert_same(fast, model, x)
+    for level in (1.5, 4.0, 2.0):
+        monkeypatch.setitem(LEVEL, "now", level)
+        assert_same(fast, model, x)
+    for shift in (1.25, -3.0):
+        model.settings.shift = fast.settings.shift = shift
+        assert_same(fast, model, x)
+    assert runs(fast, x) == ["load"]
 
 
 def test_methods_of_modules_that_forward_calls():

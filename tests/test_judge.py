@@ -9,7 +9,7 @@ import torch
 
 from cheats import CHEATS, SPARED_NOTHING, contained
 from honest_modules import HONEST
-from inline_kernels.bench import compare, honesty, timing
+from inline_kernels.bench import compare, timing
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,6 @@ def test_what_is_remembered_spares_no_timed_call(name):
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_module_is_accepted(name, few_rounds, monkeypatch):
     monkeypatch.setattr(timing, "IN_A_ROW", 1e-9)  # a call at a time
-    monkeypatch.setattr(honesty, "REPEATS", 20)
     entry = HONEST[name]
     try:
         rows = judged(entry)

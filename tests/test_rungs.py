@@ -181,7 +181,7 @@ def test_a_rung_compiles(lesson, cell, source, tmp_path):
         f"-arch=sm_{architecture}",
         "-I",
         str(inline_loader.KERNELS),
-        "-c",  # as the loader: for the host, too
+        "-cubin",  # its host side is compiled for the emulation
         "-o",
         "rung.o",
         "rung.cu",

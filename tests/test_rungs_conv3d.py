@@ -126,7 +126,7 @@ def test_a_rung_compiles(lesson, kind, source, tmp_path):
         "-std=c++17",
         f"-arch=sm_{architecture}",
         *include,
-        "-c",  # as the loader: for the host, too
+        "-cubin",  # its host side is compiled for the emulation
         "-o",
         "rung.o",
         "rung.cu",

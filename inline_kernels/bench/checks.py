@@ -243,8 +243,9 @@ def distance(out: Tensor, r: Tensor) -> tuple[float, float, tuple[int, ...]]:
     """`norm`, `max` and `place` of an Error."""
     if not r.numel():
         return 0.0, 0.0, ()
-    difference = out.double() - r
-    place = tuple(int(index) for index in torch.unravel_index(difference.abs_().argmax(), r.shape))
+    difference = _in(torch.float64, out) - r
+    difference = difference.abs() if r.is_complex() else difference.abs_()
+    place = tuple(int(index) for index in torch.unravel_index(difference.argmax(), r.shape))
     return (difference.norm() / (r.norm().item() or 1.0)).item(), difference[place].item(), place
 
 
@@ -525,7 +526,8 @@ def _computed_in(precise, model, inputs, phase, g, keep, run) -> tuple[Tensor, d
             return out if keep is None else out * keep[part] / ((1 - dropout_of(model)) or 1)
 
         g_part = None if g is None else _in(precise, g[part])
-        out, gradients = call(piece, leaves, [t[part] for t in inputs], phase, g_part)
+        with _Precise(precise):
+            out, gradients = call(piece, leaves, [t[part] for t in inputs], phase, g_part)
         outs.append(out)
         of_inputs.append({name: t for name, t in gradients.items() if name not in leaves})
         of_leaves = {name: gradients[name] + of_leaves.get(name, 0) for name in leaves if name in gradients}
@@ -536,6 +538,19 @@ def _computed_in(precise, model, inputs, phase, g, keep, run) -> tuple[Tensor, d
 def _in(precise: torch.dtype, t: Tensor) -> Tensor:
     """t in the type `precise`, or in the complex one made of it; as it is, if it holds no such numbers."""
     return t.to(precise.to_complex() if t.is_complex() else precise) if (t.is_complex() or t.is_floating_point()) else t  # fmt: skip
+
+
+class _Precise(TorchFunctionMode):
+    """What a model makes of another type than `precise` meanwhile, a constant or x.float(), gets that type: its values
+    are rounded, but what follows is not."""
+
+    def __init__(self, precise: torch.dtype):
+        super().__init__()
+        self.precise = precise
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return _in(self.precise, out) if isinstance(out, Tensor) else out
 
 
 def _pieces(count: int) -> list[slice]:
@@ -686,7 +701,8 @@ class Edges(TorchFunctionMode):
     def _near(self, x: Tensor, distance: Tensor) -> Tensor:
         """Is the distance small beside what the sample of x holds, but not zero?"""
         sizes = x.abs().nan_to_num(0.0, posinf=0.0).flatten(1).amax(1) if x.dim() > 1 else x.abs()
-        return (distance > 0) & (distance < self.near * sizes.view(-1, *[1] * (distance.dim() - 1)))
+        sizes = sizes.view(-1, *[1] * (distance.dim() - 1)) if distance.dim() else sizes
+        return (distance > 0) & (distance < self.near * sizes)
 
 
 def _primal(t):

@@ -225,8 +225,8 @@ def with_parameters_of(module: Callable, model: nn.Module) -> Callable:
             f"the parameters of {type(module).__name__} are not those of {type(model).__name__}: {'; '.join(wrong)}"
         )
     for name, t in theirs.items():
-        path, _, key = ours[name][0].rpartition(".")
-        owner = module.get_submodule(path)
+        *path, key = ours[name][0].split(".")
+        owner = functools.reduce(getattr, path, module)  # what torch.jit.script makes has no get_submodule
         (owner._parameters if key in owner._parameters else owner._buffers)[key] = t
     return module
 
@@ -428,7 +428,8 @@ def compare_pair(
     )  # fmt: skip
     for phase in phases:
         _judge_reference(contest, phase)
-    twin("candidate", contest.model())  # raises what does not match
+    with _put_back(reference):
+        twin("candidate", contest.model())  # raises what does not match
     skipped = () if device == "cuda" else ("max-autotune", EXACT)
     names = variants or [name for name in (*contest.peers, "candidate") if name not in skipped]
     return [row for phase in phases for row in _rows(contest, phase, names, bool(variants), seed, tell)]
@@ -463,6 +464,12 @@ def _judge_reference(contest: Contest, phase: str) -> None:
                 outs.append(eager.call(inputs, phase, g)[0])
     except RuntimeError as error:
         raise ValueError(f"expected a reference that runs in the phase {phase}: {error}") from error
+    try:
+        checks.reference_of(model, inputs, phase, g, None)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"expected a reference that runs in float64, too: {error}") from error
     whole = outs[0]
     if p := checks.dropout_of(model):  # but for what each dropped
         whole = Probe(model, model, inputs, "forward").without_dropout()(*inputs)
@@ -473,6 +480,16 @@ def _judge_reference(contest: Contest, phase: str) -> None:
         raise ValueError(
             "expected a reference whose only random step is an nn.Dropout at its end; compare others in eval mode"
         )
+
+
+@contextlib.contextmanager
+def _put_back(model: nn.Module):
+    """What changes in its context of the judge's surroundings is as before."""
+    before = surroundings(model)
+    try:
+        yield
+    finally:
+        put_back(before)
 
 
 @contextlib.contextmanager
@@ -534,8 +551,8 @@ def _plan(contest: Contest, variant: str, model, inputs, phase: str) -> tuple[st
     if variant in contest.peers:
         return None, None
     try:
-        twin = contest.twin(variant, model)
-        with torch.set_grad_enabled(phase != "forward"):
+        with _put_back(model), torch.set_grad_enabled(phase != "forward"):
+            twin = contest.twin(variant, model)
             return None, str(twin.plan(*inputs)) if hasattr(twin, "plan") else None
     except (RuntimeError, ValueError) as error:
         return str(error), None
@@ -552,25 +569,32 @@ def _time_rows(
     with torch.no_grad():
         g = torch.randn_like(model(*inputs)) if has_backward(phase) else None
     deal.restore()
-    contestants = {row["variant"]: contest.contestant(row["variant"], model) for row in rows}
+    calls: dict[str, Call] = dict.fromkeys(row["variant"] for row in rows)
     ours, failed = {row["variant"] for row in rows if not row["peer"]}, {}
-    for name in ours:
-        deal.keep(contestants[name].module)
-    calls = {name: Call.of(contestant, inputs, phase, g, deal) for name, contestant in contestants.items()}
+
+    def made(name: str) -> Call:
+        contestant = contest.contestant(name, model)
+        if name in ours:
+            deal.keep(contestant.module)
+        return Call.of(contestant, inputs, phase, g, deal)
+
     for name in calls:
         if name not in ours:  # who compiles may change its surroundings
+            calls[name] = made(name)
             with _settings(calls[name]):
                 calls[name]()
     before = surroundings(model)
     for name in ours:
+        calls[name] = made(name)
         deal.watch(calls[name])
     deal.restore()
-    timings, called, host = {}, {}, {}
+    timings, called, host, memory = {}, {}, {}, {}
     while calls:
         try:
             timings = time(calls, device, seconds)
             if device == "cuda":
                 called, host = call_times(calls, device), host_times(calls, device)
+                memory = {name: extra_memory(call) for name, call in calls.items()}
             break
         except Exception as error:  # of ours it is the finding; without it again
             name = next((name for name, call in calls.items() if call is deal.current), None)
@@ -591,7 +615,7 @@ def _time_rows(
         row.update(median_ms=timing.median, low_ms=timing.low, high_ms=timing.high, runs=timing.runs)
         row["call_ms"] = called[name].median if device == "cuda" else timing.median
         row["host_us"] = host[name] if device == "cuda" else timing.median * 1e3
-        row["memory_mb"] = extra_memory(calls[name]) if device == "cuda" else None
+        row["memory_mb"] = memory.get(name)
         row["speedup_vs_eager"] = eager.median / timing.median if eager else None
 
 

@@ -14,19 +14,23 @@ dropout, eager drops what ours has dropped, if that is as random as it should be
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import copy
 import dataclasses
 import gc
 import math
 import os
 import random
 import re
+import signal
 import statistics
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -529,8 +533,11 @@ def _places(probe: Probe) -> dict[str, tuple]:
 
 
 def _other_generators() -> list:
-    numpy = sys.modules.get("numpy")
-    return [random.getstate(), numpy and str(numpy.random.get_state(legacy=False)["state"])]
+    found, numpy = [random.getstate()], sys.modules.get("numpy")
+    if numpy:
+        _, key, *rest = numpy.random.get_state()
+        found += [key.tobytes(), rest]
+    return found
 
 
 def _drawn_once(probe: Probe, start: Tensor, theirs: Tensor) -> Iterator[Tensor]:
@@ -582,6 +589,27 @@ def _fill(table: dict, values: dict) -> None:
     table.update(values)
 
 
+def _shorten(length: Callable[[], int], pop: Callable[[], object]) -> Callable[[int], None]:
+    """What takes from a stack what was put there."""
+    return lambda before: [pop() for _ in range(length() - before)]
+
+
+def _saved_tensors_hooks():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or ()
+
+
+def tracers() -> tuple:
+    """What Python calls at each line or call."""
+    return sys.getprofile(), sys.gettrace()
+
+
+_attention = torch.backends.cuda
+_ATTENTION = [
+    (getattr(_attention, f"{kind}_sdp_enabled"), getattr(_attention, f"enable_{kind}_sdp"))
+    for kind in ("flash", "mem_efficient", "math", "cudnn")
+]
+
+
 # What a call must leave as it was: how to read it, and how to put it back.
 _SETTINGS = {
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
@@ -598,42 +626,58 @@ _SETTINGS = {
     "autocast on the GPU": (lambda: torch.is_autocast_enabled("cuda"), lambda value: torch.set_autocast_enabled("cuda", value)),
     "anomaly mode": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     "how denormal numbers are treated": (lambda: (torch.tensor(1e-40) * 0.5).item() == 0, torch.set_flush_denormal),
-    "modes of torch's functions": (torch._C._len_torch_function_stack, None),
+    "modes of torch's functions": (
+        torch._C._len_torch_function_stack, _shorten(torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack)
+    ),
+    "modes of torch's operators": (
+        torch._C._len_torch_dispatch_stack, _shorten(torch._C._len_torch_dispatch_stack, lambda: torch._C._pop_torch_dispatch_stack(None))
+    ),
+    "hooks of saved tensors": (_saved_tensors_hooks, lambda value: torch._C._autograd._pop_saved_tensors_default_hooks()),
+    "kernels of attention": (lambda: [read() for read, _ in _ATTENTION], lambda found: [write(v) for (_, write), v in zip(_ATTENTION, found)]),
     "the current GPU": (lambda: torch.cuda.current_device() if torch.cuda.is_initialized() else None, torch.cuda.set_device),
     "the current stream": (lambda: torch.cuda.current_stream() if torch.cuda.is_initialized() else None, torch.cuda.set_stream),
     "garbage collection": (gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
+    "when garbage is collected": (gc.get_threshold, lambda value: gc.set_threshold(*value)),
+    "what garbage collection calls": (lambda: [*gc.callbacks], lambda found: gc.callbacks.__setitem__(slice(None), found)),
+    "how long a thread runs": (sys.getswitchinterval, sys.setswitchinterval),
+    "timers": (lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, lambda on: on or signal.setitimer(signal.ITIMER_REAL, 0)),
+    "the environment": (lambda: dict(os.environ), lambda found: _fill(os.environ, found)),
     "the working directory": (os.getcwd, os.chdir),
-    "Python's profiler": (lambda: (sys.getprofile(), sys.gettrace()), lambda found: (sys.setprofile(found[0]), sys.settrace(found[1]))),
+    "Python's profiler": (tracers, lambda found: (sys.setprofile(found[0]), sys.settrace(found[1]))),
     "hooks of all modules": (lambda: [dict(hooks) for hooks in _GLOBAL_HOOKS], lambda found: [_fill(*each) for each in zip(_GLOBAL_HOOKS, found)]),
 }  # fmt: skip
 
 
 def surroundings(model: nn.Module | None = None) -> dict:
-    """Torch's settings and other global state by name, and by owner and name the functions that a judge relies on, with
-    those of the reference's classes."""
+    """Torch's settings and other global state by name, and by owner the functions that a judge relies on, with those of the
+    reference's classes."""
     import torch._dynamo  # noqa: F401  which wraps some of them when it is first imported
 
     owners = [
-        torch,
-        Tensor,
-        nn.Module,
-        nn.functional,
-        torch.autograd,
-        torch.cuda,
-        torch.cuda.Event,
-        time,
-        statistics,
-        math,
+        builtins, copy, dataclasses, math, random, random.Random, random.SystemRandom, statistics, time,
+        torch, Tensor, nn.Module, nn.functional, torch.autograd, torch.cuda, torch.cuda.Event,
+    ]  # fmt: skip
+    owners += [*_judges(), *{type(m) for m in (model.modules() if model else ())}]
+    return _settings() | {owner: dict(vars(owner)) for owner in owners}
+
+
+def _judges() -> list:
+    """The modules and classes that judge."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(__package__ + ".")]
+    return modules + [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
     ]
-    owners += [checks, sys.modules[__name__], *{type(m) for m in (model.modules() if model else ())}]
-    functions = {(owner, name): value for owner in owners for name, value in _functions(owner).items()}
-    return _settings() | functions
 
 
-def _functions(owner) -> dict[str, Callable]:
-    """But for those of nn.Module that the compiler wraps when it first compiles."""
-    ours = owner is nn.Module and ("__init__", "__setstate__") or ()
-    return {name: value for name, value in vars(owner).items() if callable(value) and name not in ours}
+def _counts(owner, name: str, value) -> bool:
+    """Functions do, and all members of who judges; but not what the compiler wraps of nn.Module when it first compiles."""
+    if owner is nn.Module and name in ("__init__", "__setstate__"):
+        return False
+    judges = (getattr(owner, "__module__", None) or owner.__name__).startswith(__package__ + ".")
+    return callable(value) or judges and not name.startswith("__")
 
 
 def _settings() -> dict[str, object]:
@@ -645,16 +689,22 @@ def _settings() -> dict[str, object]:
 
 
 def _changed(before: dict) -> list:
-    """What is no longer as it was, by its keys. Classes have no functions that they hadn't."""
+    """What is no longer as it was: names of settings, owners with names. Classes have no functions that they hadn't."""
     now = _settings()
     settings = ((key, value) for key, value in before.items() if isinstance(key, str) and value is not None)
-    changed = [key for key, value in settings if now.get(key, value) != value]
-    functions = {key: value for key, value in before.items() if not isinstance(key, str)}
-    classes = {owner for owner, _ in functions if isinstance(owner, type)}
-    added = [(owner, name) for owner in classes for name in _functions(owner) if (owner, name) not in before]
-    return (
-        changed + added + [key for key, value in functions.items() if vars(key[0]).get(key[1]) is not value]
-    )
+    changed: list = [key for key, value in settings if now.get(key, value) != value]
+    for owner, members in before.items():
+        if isinstance(owner, str):
+            continue
+        held = vars(owner)
+        if len(held) == len(members) and all(map(is_, held.values(), members.values())):
+            continue
+        found = [name for name, value in members.items() if held.get(name) is not value]
+        found += [name for name in held if isinstance(owner, type) and name not in members]
+        changed += [
+            (owner, name) for name in found if _counts(owner, name, members.get(name, held.get(name)))
+        ]
+    return changed
 
 
 def changes(before: dict) -> list[str]:
@@ -668,10 +718,12 @@ def changes(before: dict) -> list[str]:
 def put_back(before: dict) -> None:
     """Settings and functions are again what they were."""
     for key in _changed(before):
-        if not isinstance(key, str):
-            setattr(*key, before[key]) if key in before else delattr(*key)
-        elif write := _SETTINGS[key][1]:
-            write(before[key])
+        if isinstance(key, str):
+            _SETTINGS[key][1](before[key])
+        elif key[1] in before[key[0]]:
+            setattr(*key, before[key[0]][key[1]])
+        else:
+            delattr(*key)
 
 
 def _waits_for_its_stream(probe: Probe) -> Iterator[str]:

@@ -6,10 +6,14 @@ event, synchronize; both are medians. On a CPU both are the wall time, caches as
 `host_us` is how long the host takes to launch a call. The time of allocating results, of reordering weights
 and of launching counts, not that of freeing them. Each call is given new inputs, some of the parameters' elements have
 changed, and of what it gives chance decides afterwards whether it is judged (see `Deal`): what is timed is what is right.
+
+That holds against candidates that look at how they are called, and that change functions, settings or constants. One that
+finds the `Deal` in a frame and writes to it can't be stopped in its own process.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import math
 import random
@@ -23,7 +27,7 @@ from torch import Tensor, nn
 
 from inline_kernels.bench import checks
 from inline_kernels.bench.checks import Contestant, Error
-from inline_kernels.bench.honesty import Probe, state_of, unlike
+from inline_kernels.bench.honesty import Probe, state_of, tracers, unlike
 
 
 class Timing(NamedTuple):
@@ -45,7 +49,11 @@ class Call:
         self.contestant, self.inputs, self.phase, self.g, self.deal = contestant, inputs, phase, g, deal
 
     def __call__(self):
-        return checks.call(self.contestant.module, self.contestant.leaves, self.inputs, self.phase, self.g)
+        results = checks.call(self.contestant.module, self.contestant.leaves, self.inputs, self.phase, self.g)
+        # Before the clock stops: they would compute what is still to be seen, and be gone.
+        if self.deal and tracers() != self.deal.tracers:
+            self.deal.complain(self, "a timed call leaves a profiler or a tracer")
+        return results
 
     @classmethod
     def of(
@@ -94,6 +102,7 @@ class Deal:
         self.chance, self.share = random.SystemRandom(), 0.0  # of which no seed is known
         self.parameters = [(p, p.detach().clone()) for p in model.parameters() if p.numel()]
         self.buffers = []
+        self.tracers, self.threads = tracers(), _thread._count()
         self.judged: dict[Call, Judged] = {}
         self.keep(model)
 
@@ -121,6 +130,7 @@ class Deal:
                 torch.cuda.synchronize()
             for call.inputs, call.g in drawn:
                 self.restore()
+                self.threads = _thread._count()
                 yield
 
     @torch.no_grad()
@@ -151,8 +161,14 @@ class Deal:
 
     def seen(self, call: Call, results: tuple[Tensor, dict[str, Tensor]]) -> None:
         """What a call gave: judged, if chance has it."""
+        if _thread._count() > self.threads:
+            self.complain(call, "a timed call leaves threads behind")
         if call in self.judged and self.chance.random() < self.share:
             self.judge(call, results)
+
+    def complain(self, call: Call, text: str) -> None:
+        if call in self.judged and text not in self.judged[call].complaints:
+            self.judged[call].complaints.append(text)
 
     def judge(self, call: Call, results: tuple[Tensor, dict[str, Tensor]]) -> None:
         module, inputs, (found, complaints) = call.contestant.module, call.inputs, self.judged[call]
@@ -369,13 +385,17 @@ def host_times(
 
 
 def extra_memory(run: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> float:
-    """MB on the GPU: the largest memory in use in a call, beyond what it is given and gives. It has run
-    before."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    with _settings(run):
-        out, gradients = run()
-    torch.cuda.synchronize()
+    """MB on the GPU: the largest memory in use in a call, beyond what it is given and gives; what it gives is judged. It has
+    run before."""
+    for _ in _turns(run, 1):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with _settings(run):
+            out, gradients = run()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+        if isinstance(run, Call) and run.deal and run in run.deal.judged:
+            run.deal.judge(run, (out, gradients))
     given = sum(t.nbytes for t in (out, *gradients.values()))
-    return max(0, torch.cuda.max_memory_allocated() - before - given) / 1e6
+    return max(0, peak - before - given) / 1e6

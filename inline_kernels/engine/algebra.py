@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import is_
 
 from .graph import ELEMENTS, Facts, Graph, Node, order
 from .passes import is_static
@@ -117,9 +118,37 @@ def _level(node: Node) -> int:
 def factored(roots: Sequence[Node]) -> list[Node]:
     """A gradient's roots with x·r + y·r as (x + y)·r, and Σ x·r as r·Σ x, where r is a statistic of forward's. A norm's gradient is r = 1/σ
     times what is left of dy when its means are taken off, which may be little: with few positions of a plane the rounding of dy·r
-    would be most of it. Parameters stay with dy, as in eager's norms."""
+    would be most of it. Parameters stay with dy, as in eager's norms. For the same reason deviations are from the mean as it is, not
+    from what it is rounded to; but those that masks compare, which are forward's."""
     rewriter = _Factored(roots)
-    return [rewriter.of(root) for root in roots]
+    deviations = _Deviations([rewriter.of(root) for root in roots])
+    return [deviations.of(root) for root in deviations.roots]
+
+
+class _Deviations:
+    """Where dy is multiplied by a difference from a statistic, what that is rounded to in a pass is made up for."""
+
+    def __init__(self, roots: Sequence[Node]):
+        self.roots, self.facts = roots, Facts(roots, keeps=True)
+        self.known: dict[Node, Node] = {}
+
+    def of(self, node: Node) -> Node:
+        if node.id not in self.facts.of_dy:
+            return node
+        if node not in self.known:
+            args = [self.of(a) for a in node.args]
+            if node.op == "mul":
+                args = [self._unrounded(a) for a in args]
+            again = node.graph.make(node.op, *args, attr=node.attr, space=node.space)
+            self.known[node] = node if all(map(is_, args, node.args)) else again
+        return self.known[node]
+
+    def _unrounded(self, a: Node) -> Node:
+        known = self.facts
+        if a.op != "sub" or not a.space.level or a.id not in known.of_z or a.id in known.of_dy:
+            return a
+        mean = a.args[1]
+        return a - mean.apply("rest") if mean.space.small and mean.id in known.of_z else a
 
 
 class _Factored:

@@ -383,8 +383,11 @@ class Graph:
             adjoint = self._total_as("c", adjoint)
         return adjoint
 
-    def adjoints(self, y: Node, dy: Node, wanted: Sequence[Node]) -> list[Node | None]:
-        """The adjoints of the `wanted` leaves, given dy of y; None where y doesn't depend on one."""
+    def adjoints(
+        self, y: Node, dy: Node, wanted: Sequence[Node], was: Callable[[Node], Node] = lambda node: node
+    ) -> list[Node | None]:
+        """The adjoints of the `wanted` leaves, given dy of y; None where y doesn't depend on one. was(node): what derivatives read in the
+        place of a value of forward's, but for leaves."""
         nodes = _in_order(walk([y], lambda node: (*node.args, *differentiated(node))))
         ids = {w.id for w in wanted}
         needed: set[int] = set()
@@ -396,30 +399,31 @@ class Graph:
             g = found.get(node.id)
             if g is None or node.id not in needed:
                 continue
-            for arg, part in zip(differentiated(node), self._parts(node, g), strict=True):
+            for arg, part in zip(differentiated(node), self._parts(node, g, was), strict=True):
                 if part is None or arg.id not in needed:
                     continue
                 part = self.fit(part, node.space, arg.space)
                 found[arg.id] = found[arg.id] + part if arg.id in found else part
         return [found.get(w.id) for w in wanted]
 
-    def _parts(self, node: Node, g: Node) -> Sequence[Node | None]:
+    def _parts(self, node: Node, g: Node, was: Callable[[Node], Node]) -> Sequence[Node | None]:
         """The adjoints of what `differentiated` names."""
         if node.op in SCALARS:
-            derivative = SCALARS[node.op].derivative
-            return derivative(g, node, *node.args) if derivative else [None] * len(node.args)
+            if not (derivative := SCALARS[node.op].derivative):
+                return [None] * len(node.args)
+            return derivative(g, was(node), *[a if a.op == "leaf" else was(a) for a in node.args])
         if node.op == "sum":
             windows = node.attr not in ("n", "c", "s")
             return [self.upsample(g, node.attr) if windows else g]
         if node.op == "group":
             return [self.group(g, node.attr)]
         if node.op == "variance":  # the mean's adjoint is zero: deviations add up to nothing
-            a, mean = node.args
+            a, mean = map(was, node.args)
             for step in node.attr:
                 g = self.group(g, step) if isinstance(step, int) else g
             return [(a - mean) * (g * 2.0 / self.statistics_count(node.attr, a.space.level)), None]
         if node.op == "take":
-            return [self.put(node.args[1], g), None]
+            return [self.put(was(node.args[1]), g), None]
         if node.op == "upsample":
             return [self.total(node.attr, g)]
         if node.op in ("detach", "spread"):

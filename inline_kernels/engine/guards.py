@@ -131,6 +131,18 @@ def _state(module: nn.Module) -> dict[str, tuple]:
     return {name: (id(value), _content(value)) for name, value in tables.items()}
 
 
+def _held(value) -> list | None:
+    """What a list, a dictionary, a set or a plain object, as settings are kept in, holds; None: nothing that can change in place."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, (list, set)):
+        return [*value]
+    cls = type(value)
+    plain = not (_is_torchs(cls) or issubclass(cls, (nn.Module, Tensor, type)) or callable(value))
+    fields = getattr(value, "__dict__", None) if plain else None
+    return [*fields, *fields.values()] if isinstance(fields, dict) else None
+
+
 def _content(value) -> object:
     """What can change in place of a list or tensor."""
     if isinstance(value, Tensor):
@@ -146,10 +158,11 @@ def _content(value) -> object:
 class Guards:
     """A model as it was when it was captured. `holds(model)`: is it still that?
 
-    Compared are: attributes that forward read, by identity or, numbers and tuples, by value; of torch.nn's modules that kernels
+    Compared are: attributes that forward read, by identity or, numbers and tuples, by value, and what properties give; what lists,
+    dictionaries and plain objects among them hold; of torch.nn's modules that kernels
     replace all attributes; which modules there are, which of them have hooks, their classes with their forwards; which parameters and
     buffers there are; global names and enclosed values that functions use. A version of each dictionary says that nothing in it was
-    assigned. `numbers` are read anew where something was; `changed` is called where they are others. There is no way from here to the
+    assigned, as long as it is the module's. `numbers` are read anew where something was; `changed` is called where they are others. There is no way from here to the
     model itself.
     """
 
@@ -166,9 +179,15 @@ class Guards:
         self.cls = type(model)
         self.modules = [module for path, module in modules.items() if path]
         self.classes = [*map(type, self.modules)]
+        self.fields = [vars(model), *map(vars, self.modules)]
+        self._pairs = [*zip(self.modules, self.fields[1:])]
         self._values: list[tuple[dict, tuple, list]] = []  # a table, keys, what they were
         self._whole: list[tuple[dict, list, list]] = []  # a table, all of its keys, which of them are None
-        self._contents: list[tuple[object, object]] = []
+        self._contents: list[tuple[object, list]] = []
+        self._properties: list[
+            tuple[str, str, object]
+        ] = []  # a module's path, a property's name, what it gave
+        self._by_path = {path: module for path, module in modules.items() if path}
         self._of_classes = {plain_class(cls): set() for cls in {*self.classes, base}}
         self.looked_at: list[tuple[str, object]] = []  # for tracers: paths of attributes, and what they were
         self.hooked_at: list[str] = []
@@ -180,6 +199,9 @@ class Guards:
                 names = [name for name in sorted(reads[path]) if inner + name not in numbers]
                 cls = plain_class(type(module)) if path else base
                 self._of_classes[cls] |= {name for name in names if name not in fields}
+                made = [name for name in names if replaced and isinstance(getattr(cls, name, None), property)]
+                values = [(path, name, getattr(module, name, None)) for name in made]
+                self._properties += [each for each in values if _is_simple(each[2])]
             elif path in replaced:
                 names = [name for name in fields if name not in _INTERNAL and inner + name not in numbers]
                 self._whole.append((fields, [*fields], None))
@@ -212,6 +234,10 @@ class Guards:
             name: source if name not in own else (None, name) for name, source in self._sources.items()
         }
         self.numbers = self._read(model)
+        owners = [
+            (type(owner if owner is not None else model), last) for owner, last in self._sources.values()
+        ]
+        self._computed = any(isinstance(getattr(cls, last, None), property) for cls, last in owners)
         functions = [cls.forward for cls in self._classes if not _is_torchs(cls)]
         functions += [f for _, _, values in self._of_classes for f in values if inspect.isfunction(f)]
         self._outside = [*_outside(functions).items()]
@@ -223,9 +249,10 @@ class Guards:
     def _remember(self, table: dict, keys: Sequence[str]) -> None:
         values = [table.get(key) for key in keys]
         self._values.append((table, tuple(keys), values))
-        self._contents += [
-            (value, _content(value)) for value in values if isinstance(value, (list, dict, set))
-        ]
+        self._contents += [(value, held) for value in values if (held := _held(value)) is not None]
+
+    def _at(self, path: str, model: nn.Module) -> nn.Module:
+        return self._by_path[path] if path else model
 
     def _read(self, model: nn.Module) -> dict[str, float]:
         return {
@@ -236,6 +263,11 @@ class Guards:
     def holds(self, model: nn.Module, changed) -> bool:
         if type(model) is not self.cls or [*map(type, self.modules)] != self.classes:
             return False
+        if model.__dict__ is not self.fields[0]:
+            return False
+        for module, fields in self._pairs:  # three times as fast as vars
+            if module.__dict__ is not fields:
+                return False
         if any(self._hooks) if self._hooked is None else [*map(bool, self._hooks)] != self._hooked:
             return False
         if [cls.forward for cls in self._classes] != self._forwards:
@@ -246,11 +278,15 @@ class Guards:
         for (name, where), was in self._outside:
             if not _is_same(_value_of(name, where), was):
                 return False
-        for value, content in self._contents:
-            if _content(value) != content:
+        for value, held in self._contents:
+            now = _held(value)
+            if len(now) != len(held) or not all(map(_is_same, now, held)):
+                return False
+        for path, name, was in self._properties:
+            if not _is_same(getattr(self._at(path, model), name, None), was):
                 return False
         versions = HAS_VERSIONS and [*map(dict_version, self._tables)]
-        if versions and versions == self._versions:
+        if versions and versions == self._versions and not self._computed:
             return True
         if not self._unchanged():
             return False

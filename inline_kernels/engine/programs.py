@@ -7,7 +7,7 @@ in its place where backward needs no more of it, and small values in one tensor,
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import between, source, strips
@@ -135,7 +135,8 @@ def differentiated(segment, y: Node, kind: Kind) -> Composed:
 def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False):
     dy = graph.leaf("dy", y.space, "dy")
     leaves = [z, *[n for n in order([y]) if n.is_leaf("parameter", "input")]]
-    found = graph.adjoints(y, dy, leaves)
+    past = _Past(graph)
+    found = graph.adjoints(y, dy, leaves, past.was)
     roots: dict[tuple, Root] = {}
     gradients: dict[Node, Root | None] = {}
     for leaf, node in zip(leaves, found):
@@ -155,20 +156,24 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
     kept = _kept(nodes, z)
     if only_v:
         kept = [z] if z in order([root.node for root in roots.values()]) else []
-    given = {node: _saved_array(node, z, kind.few_channels) for node in kept}
+    arrays: dict[
+        Node, Array
+    ] = {}  # by forward's node: kept parameters, taken at places, are both as they were and as they are
+    given = {
+        node: arrays.setdefault(past.now(node), _saved_array(node, z, kind.few_channels)) for node in kept
+    }
     gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept and not only_v else None
     if gate and kind.device == "cpu" and not source.is_drawn(gate[0]):
         gate = None  # counting costs as much as what it may save
     if gate:
         given[gate[1]] = Array("kept_alive", "double", gate[1].space)
-    past = _Past(graph, y, given)
-    found = [root._replace(node=past.seen(root.node)) for root in roots.values()]
     of_nodes = {node: array for node, array in given.items() if node is not z}
-    copies = {now: Array(then.attr[0], "real", then.space) for now, then in past.copies.items()}
-    of_nodes |= {then: copies[now] for now, then in past.copies.items()}
-    program = Program(graph, found, of_nodes, kind.few_channels, on_cpu=kind.device == "cpu")
-    program.gate = gate and (past.seen(gate[0]), given[gate[1]])
-    return program, [(array, node) for node, array in (given | copies).items()], gradients
+    read = down_to([root.node for root in roots.values()], lambda node: node in given or node in past.copies)
+    of_nodes |= {then: Array(then.attr[0], "real", then.space) for then in past.copies if then in read}
+    program = Program(graph, [*roots.values()], of_nodes, kind.few_channels, on_cpu=kind.device == "cpu")
+    program.gate = gate and (gate[0], given[gate[1]])
+    arrays |= {past.now(node): array for node, array in (given | of_nodes).items()}
+    return program, [(array, node) for node, array in arrays.items()], gradients
 
 
 def _gate(graph, roots: Sequence[Node], z: Node) -> tuple[Node, Node] | None:
@@ -239,31 +244,33 @@ class _Past:
     """Forward's values, computed again in backward, are of the parameters as they were: of `copies` that forward makes. What a derivative
     itself reads of a parameter, eager's backward reads at its own time, too."""
 
-    def __init__(self, graph, y: Node, given: Mapping[Node, Array]):
-        self.graph, self.given, self.forward = graph, given, set(order([y]))
-        self.copies: dict[Node, Node] = {}
-        self._known: dict[tuple[Node, bool], Node] = {}
+    def __init__(self, graph):
+        self.graph = graph
+        self.copies: dict[Node, Node] = {}  # the parameters, by what stands for them as they were
+        self._was: dict[Node, Node] = {}
+        self._now: dict[Node, Node] = {}
 
-    def seen(self, node: Node, was: bool = False) -> Node:
-        """The node with copies where forward's values are made of parameters; was: it is one of those values, or a part."""
-        if node in self.given:
-            return node
-        if node.op == "leaf":
-            return self._copy(node) if was and node.attr[1] == "parameter" else node
-        key = node, was or node in self.forward
-        if key not in self._known:
-            args = [self.seen(a, key[1]) for a in node.args]
-            same = all(a is b for a, b in zip(args, node.args))
-            self._known[key] = (
-                node if same else self.graph.make(node.op, *args, attr=node.attr, space=node.space)
-            )
-        return self._known[key]
+    def was(self, node: Node) -> Node:
+        """Forward's value, of copies in the place of parameters."""
+        if node.is_leaf("parameter"):
+            then = self.graph.leaf(f"kept_{source.identifier(node.attr[0])}", node.space, "parameter")
+            self.copies[then] = node
+            return then
+        if node not in self._was:
+            self._was[node] = self._of(node, [*map(self.was, node.args)])
+        return self._was[node]
 
-    def _copy(self, leaf: Node) -> Node:
-        if leaf not in self.copies:
-            name = f"kept_{source.identifier(leaf.attr[0])}"
-            self.copies[leaf] = self.graph.leaf(name, leaf.space, "parameter")
-        return self.copies[leaf]
+    def now(self, node: Node) -> Node:
+        """The same in forward, where parameters stand for themselves."""
+        if node in self.copies:
+            return self.copies[node]
+        if node not in self._now:
+            self._now[node] = self._of(node, [self.now(a) for a in node.args])
+        return self._now[node]
+
+    def _of(self, node: Node, args: list[Node]) -> Node:
+        same = all(a is b for a, b in zip(args, node.args))
+        return node if same else self.graph.make(node.op, *args, attr=node.attr, space=node.space)
 
 
 def _kept(roots: Sequence[Node], z: Node) -> list[Node]:

@@ -101,6 +101,8 @@ SCALARS: dict[str, Scalar] = dict(
         # … and one through a tensor of the convolution's type.
         ("of_values", Scalar("real(value_t(real({0})))", monotone=1)),
         ("of_results", Scalar("real(output_t(real({0})))", monotone=1)),
+        # What rounding takes of a value without positions that passes over positions read.
+        ("rest", Scalar("({0} - double(real({0})))")),
         # Truth values.
         ("gt", Scalar("{0} > {1}", boolean=True)),
         ("ge", Scalar("{0} >= {1}", boolean=True)),

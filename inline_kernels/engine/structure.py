@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, fx, nn
@@ -105,7 +106,9 @@ class Structure:
 
     def is_of(self, other: Structure) -> bool:
         """May it serve a model again that `other` serves? Not if it is of other modules, whose memory it would keep."""
-        return self.guards.modules == other.guards.modules and not self.stale.is_so
+        own, theirs = self.guards, other.guards
+        alike = own.modules == theirs.modules and all(map(is_, own.fields, theirs.fields))
+        return alike and not self.stale.is_so
 
     def given(self, inputs: tuple, keywords: dict) -> tuple | None:
         """The captured code's arguments; None: it was captured for others."""
