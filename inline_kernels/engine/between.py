@@ -1,13 +1,12 @@
 """Which results stay channels last between a model's convolutions: where a GPU's library convolves so, and nobody but it sees them.
 
-In planes each result would be turned for the next convolution, and its gradient once more. A segment's result is an OPERAND if all that reads it,
-over calls of PyTorch's that give the same values in either layout, are convolutions of 32 channels or more, segments that add it to theirs, and
-means over positions. What such segments only add is KEPT as well, and so is what a norm of its own reads. Other results END it: they come in
-planes, though x may not.
+In planes each result would be turned for the next convolution, and its gradient once more. A segment's result is KEPT if all that reads it, over
+calls of PyTorch's that give the same values in either layout, are convolutions of 32 channels or more, segments that add it to theirs, norms, and
+means over positions; an OPERAND, if it is of its own convolution alone. Other results END it: they come in planes, though x may not.
 
-In float32 tensor cores cut operands off in channels last that the library rounds in planes. So an operand is rounded to TF32 where it is written, and
-filters and gradients of v are, too. That costs nothing where eager runs the next convolution in TF32; else its error is the one that eager's own
-convolution before it has: a result is such an operand only where that runs TF32 in eager.
+In float32 tensor cores cut operands off in channels last that the library rounds in planes. So operands are rounded to TF32: filters, gradients of v, an
+OPERAND where it is written, what else is KEPT before it is convolved. And a convolution runs so only where eager's is in TF32, or where its x is an
+OPERAND, which has an error of that size from its own convolution: that is why nothing is one whose own isn't in TF32 in eager.
 """
 
 from __future__ import annotations
@@ -42,26 +41,41 @@ def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
     nodes = {node.target: node for node in captured.module.graph.nodes if node.target in filters}
     for segment in reversed(segments):  # what reads it is known
         found[segment] = _result(nodes[segment], filters, found, model) if _has_positions(segment) else ENDS
-    if OPERAND not in found.values():
+    if {*found.values()} == {ENDS}:
         return segments
-    return [
-        segment.with_result(found[segment], _readers(nodes[segment], filters, model)) for segment in segments
-    ]
+
+    def told(segment: Segment) -> Segment:
+        of_operand = _is_operand(nodes[segment].args[0], found, model)
+        return segment.with_result(found[segment], of_operand, _readers(nodes[segment], filters))
+
+    return [*map(told, segments)]
 
 
-def is_kept(segment: Segment, x: Tensor, weight: Tensor) -> bool:
-    """Does the result lie channels last, with an x and filters like these?"""
+def is_kept(segment: Segment, x: Tensor, weight: Tensor, y: Tensor) -> bool:
+    """Does the result y lie channels last, with an x and filters like these?"""
     if segment.result not in (OPERAND, KEPT) or library.device_type(x) != "cuda":
         return False
-    if x.element_size() == 2 or segment.result == KEPT:
-        return x.element_size() == 2 or library.may_run_tf32(x)
+    if x.element_size() == 2:
+        return True
+    if not library.may_run_tf32(x) or not (segment.conv.is_nothing or runs_tf32(segment, x, weight)):
+        return False
+    readers = [
+        precision.runs_tf32(y, torch.empty(shape, device="meta"), "forward", settings, channels_last=False)
+        for shape, settings in segment.read_by
+    ]
     if segment.conv.is_nothing:
-        asked = [(torch.empty(shape, device="meta"), settings) for shape, settings in segment.read_by]
-    else:
-        asked = [(weight, _settings(segment, weight))]
-    return bool(asked) and all(
-        precision.runs_tf32(x, filters, "forward", settings, False) for filters, settings in asked
-    )
+        return bool(readers) and all(readers)
+    return segment.result == OPERAND or not readers or any(readers)
+
+
+def runs_tf32(segment: Segment, x: Tensor, weight: Tensor) -> bool:
+    """Does eager's convolution, in planes?"""
+    return precision.runs_tf32(x, weight, "forward", _settings(segment, weight), channels_last=False)
+
+
+def convolves_last(segment: Segment, x: Tensor, weight: Tensor) -> bool:
+    """May it convolve an x in channels last so, in TF32?"""
+    return segment.of_operand or runs_tf32(segment, x, weight)
 
 
 def _settings(segment: Segment, weight: Tensor) -> precision.Settings:
@@ -76,19 +90,25 @@ def _weight(model: nn.Module, captured: Captured, segment: Segment) -> Tensor:
     return captured.constants[name] if name in captured.constants else model.get_parameter(name)
 
 
-def _readers(node: fx.Node, filters: dict[Segment, Tensor], model: nn.Module) -> tuple:
-    """Of a norm: the filters' shapes, and settings, of the convolutions that read it at once."""
-    if not node.target.conv.is_nothing:
-        return ()
-    found = []
-    for user in node.users:
-        if user.target in filters and not user.target.conv.is_nothing:
-            weight = filters[user.target]
-            found.append((tuple(weight.shape), _settings(user.target, weight)))
-        elif (module := _module(user, model, nn.Conv2d)) and not isinstance(module.padding, str):
-            settings = precision.Settings(module.stride, module.padding, module.dilation)
-            found.append((tuple(module.weight.shape), settings))
-    return tuple(found)
+def _readers(node: fx.Node, filters: dict[Segment, Tensor]) -> tuple:
+    """The filters' shapes, and settings, of the convolutions that read a result at once."""
+    users = [user.target for user in node.users if user.target in filters and user.args[0] is node]
+    users = [user for user in users if not user.conv.is_nothing]
+    return tuple((tuple(filters[user].shape), _settings(user, filters[user])) for user in users)
+
+
+def _is_operand(value: fx.Node, results: dict[Segment, str], model: nn.Module) -> bool:
+    """Is all that an x is made of one?"""
+    if value.target in results:
+        return results[value.target] == OPERAND
+    of_function = value.op == "call_function" and value.target in (
+        F.max_pool2d,
+        F.relu,
+        torch.relu,
+        torch.cat,
+    )
+    keeps = of_function or _module(value, model, nn.MaxPool2d, nn.ReLU, nn.Identity)
+    return bool(keeps) and all(_is_operand(each, results, model) for each in value.all_input_nodes)
 
 
 def _fits(segment: Segment, weight: Tensor) -> bool:
@@ -120,10 +140,11 @@ def _result(
             elif not (_is_mean(user) or _gives_the_same(user, model)):
                 return ENDS
             elif user not in seen and not _is_mean(user):
-                uses |= {OPERAND} if _module(user, model, nn.Conv2d, nn.ConvTranspose2d) else set()
+                uses |= {OPERAND} if _module(user, model, nn.ConvTranspose2d) else set()
                 seen.add(user)
                 ways.append(user)
-    return OPERAND if OPERAND in uses else KEPT if uses else ENDS
+    alone = len(node.args) == 1  # what is added would lose digits
+    return OPERAND if OPERAND in uses and alone else KEPT if uses else ENDS
 
 
 def _module(node: fx.Node, model: nn.Module, *types: type) -> nn.Module | None:
@@ -134,7 +155,7 @@ def _module(node: fx.Node, model: nn.Module, *types: type) -> nn.Module | None:
 
 def _gives_the_same(node: fx.Node, model: nn.Module) -> bool:
     """Does a call give the same values in either layout, in the layout that it is given?"""
-    if module := _module(node, model, nn.Conv2d, nn.ConvTranspose2d):
+    if module := _module(node, model, nn.ConvTranspose2d):
         channels, plain = module.in_channels, module.groups == 1 and module.padding_mode == "zeros"
         return plain and channels >= FEWEST_CHANNELS and not has_hooks(module)
     if module := _module(node, model, *_MODULES):

@@ -48,8 +48,8 @@ class Segment:
     `inputs` (leaves; the first is the convolution's x, which the tail doesn't have), `parameters` (qualified names: weight, bias if there is
     one, the tail's), `buffers`, `scalars` (qualified attribute name -> leaf), `modules` (name -> class and the settings read from it),
     `random`, `updates` (batch norms in training), `channels`, `eager` (the calls that the segment stands for, as a graph: placeholders in
-    the inputs' order), `stopped` (why it ends where it does), `digest` (equal for segments that differ in names alone), `result`, `read_by` (its
-    layout, and what a norm's hangs on, as between.py says; None: eager's)."""
+    the inputs' order), `stopped` (why it ends where it does), `digest` (equal for segments that differ in names alone), `result` (its layout, as
+    between.py says; None: eager's), `of_operand` (is x an OPERAND?), `read_by` (filters' shapes and settings, of convolutions)."""
 
     def __init__(self, **fields: Any):
         self.__dict__.update(fields)
@@ -73,15 +73,13 @@ class Segment:
     stopped: str
     digest: str
     result: str | None = None
+    of_operand: bool = False
     read_by: tuple = ()
 
-    def with_result(self, result: str | None, read_by: tuple) -> Segment:
-        if result is None:
-            return self
-        reader = hashlib.sha256(repr(read_by).encode()).hexdigest()[:8] if read_by else ""
-        return Segment(
-            **vars(self) | {"result": result, "read_by": read_by, "digest": f"{self.digest}_{result}{reader}"}
-        )
+    def with_result(self, result: str, of_operand: bool, read_by: tuple) -> Segment:
+        told = {"result": result, "of_operand": of_operand, "read_by": read_by}
+        digest = hashlib.sha256(repr(told).encode()).hexdigest()[:8]
+        return Segment(**vars(self) | told | {"digest": f"{self.digest}_{digest}"})
 
     @property
     def tensors(self) -> list[str]:

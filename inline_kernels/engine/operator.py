@@ -346,7 +346,7 @@ class Reference:
         if self.segment.result is None:
             return y
         x = a[0] if device is None else Standing(a[0], device)
-        kept = between.is_kept(self.segment, x, a[self.inputs])
+        kept = between.is_kept(self.segment, x, a[self.inputs], Standing(y, x.device))
         return y.contiguous(memory_format=torch.channels_last if kept else torch.contiguous_format)
 
     def _as_eagers(self, a: tuple, device: torch.device | None, autocast: torch.dtype | None) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.engine import library
 
-from . import gradients, precision, source, strips
+from . import between, gradients, precision, source, strips
 from .cases import CTYPES, Case, Sizes, first_number, places
 from .graph import ELEMENTS, Space
 from .launching import Entry, Launch, new_of, picking
@@ -48,6 +48,7 @@ class Plan:
     kernels: object = None
     convolution: library.Convolution | None = None
     plain: bool = False  # is v as the library gives it in eager's layout?
+    image: Callable | None = None  # gives x as the library takes it, of the plan and x
     own: Callable | None = None  # gives v of x and the weight, contiguous, in the library's place
     layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
@@ -136,6 +137,12 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
 def _set_layout(plan: Plan, case: Case, own: bool) -> None:
     plan.last = _is_last(case, plan.composed)
     plan.runs = PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
+    if (
+        _is_between(case.segment, case.x)
+        and library.is_channels_last(case.x)
+        and not case.segment.conv.is_nothing
+    ):
+        plan.image = _in_planes if plan.runs == PLANES else None if case.segment.of_operand else _rounded
     if plan.last:
         of_tf32 = _is_between(case.segment, case.x) and not case.segment.conv.is_nothing
         plan.runs = FOR_TF32 if of_tf32 else TURNED
@@ -255,9 +262,11 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
         packs = -(-plan.sizes.C // pack)
         lanes = min(32, 1 << (packs - 1).bit_length())
         most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
-        sums = any(key.what != "value" for key in each.targets)
-        few = _shares(most, plan.sizes.N * side_by_side)
-        return few if sums else max(few, most // 4)
+        if any(
+            key.what != "value" for key in each.targets
+        ):  # a lane has eight positions, of which it reads four at once
+            return _shares(-(-most // 8), plan.sizes.N * side_by_side)
+        return max(_shares(most, plan.sizes.N * side_by_side), most // 4)
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
         side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
@@ -353,6 +362,8 @@ def forward(plan: Plan, arguments: Sequence) -> Sequence[Tensor]:
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
     x, weight = arguments[0], arguments[len(plan.segment.inputs)]
+    if plan.image:
+        x = plan.image(plan, x)
     if divided := plan.strips.get("forward"):
         given = divided.image.of(x), weight.contiguous()
     else:
@@ -405,6 +416,8 @@ def backward(
     """The gradients of inputs, parameters and buffers (None), contiguous but for that of x."""
     weight_at = len(plan.segment.inputs)
     x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
+    if plan.image:
+        x = plan.image(plan, x)
     back, made, passes = plan.backward.get((*asked, True)) or _back(plan, *asked, True, arguments), (), 1
     dy = dy.movedim(1, -1) if plan.last and _y_has_channels(plan) else dy
     given = library.aligned(dy) if dy.data_ptr() % 16 or not dy.is_contiguous() else dy, *saved
@@ -524,7 +537,9 @@ def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
     if not served or segment.conv.groups > 1 or segment.conv.is_nothing:
         return PLANES
     if library.is_channels_last(x, weight):
-        return FOR_TF32 if _is_between(segment, x) else TURNED
+        if not _is_between(segment, x):
+            return TURNED
+        return FOR_TF32 if between.convolves_last(segment, x, weight) else PLANES
     if weight.dim() == 5 and x.dtype == torch.float32 and of != "forward":
         return PLANES
     around = library.padding(segment.conv, weight)
@@ -615,6 +630,12 @@ def _in_planes(plan: Plan, t: Tensor) -> Tensor:
     """t (N, C, …), channels last, contiguous."""
     N, C, *size = t.shape
     return _transposed(plan, t.movedim(1, -1), t.shape, (N, math.prod(size), C, False))
+
+
+def _rounded(plan: Plan, t: Tensor) -> Tensor:
+    """t (N, C, …), channels last, rounded to TF32."""
+    N, C, *size = t.shape
+    return _transposed(plan, t.movedim(1, -1), (N, *size, C), (1, 1, t.numel(), True)).movedim(-1, 1)
 
 
 def _transposed(plan: Plan, t: Tensor, shape: tuple[int, ...], numbers: tuple) -> Tensor:
