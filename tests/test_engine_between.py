@@ -47,7 +47,7 @@ def test_what_is_kept():
     unet = results(NETWORKS["unet"].model())
     assert unet.count(OPERAND) == 14 and unet[-1] == ENDS
     assert results(NETWORKS["vae_block"].model()) == [OPERAND, OPERAND, ENDS]
-    assert results(Before(32)) == [KEPT, OPERAND, KEPT, OPERAND, OPERAND, ENDS]
+    assert results(Before(32)) == [KEPT, OPERAND, KEPT, OPERAND, KEPT, ENDS]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,17 @@ def test_operands_are_rounded(name, layouts, monkeypatch):
         library.is_channels_last(t) or t.shape[2:] == (1, 1) for t in seen
     )
     assert all((t.detach().contiguous().view(torch.int32) & 0x1FFF == 0).all() for t in seen)
+
+
+def test_eagers_float32_stays(layouts, monkeypatch):
+    """What eager convolves in float32 is convolved in planes, of all digits."""
+    monkeypatch.setattr(precision, "runs_tf32", lambda x, weight, *given, **settings: weight.shape[-1] > 1)
+    torch.manual_seed(0)
+    model, x = Before().eval(), torch.randn(2, 3, 7, 8)
+    model.last = nn.Conv2d(8, 5, 1)
+    with torch.no_grad():
+        fuse(model)(x)
+    assert layouts == [False, True, True, False]
 
 
 def test_results_lie_as_eagers(layouts):
