@@ -589,6 +589,14 @@ def _fill(table: dict, values: dict) -> None:
     table.update(values)
 
 
+_OF_TORCH = "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "CUDA_MODULE_LOADING", "TRITON_"  # it sets them itself
+
+
+def _set_environment(values: dict[str, str]) -> None:
+    others = {name: value for name, value in os.environ.items() if name.startswith(_OF_TORCH)}
+    _fill(os.environ, values | others)
+
+
 def _shorten(length: Callable[[], int], pop: Callable[[], object]) -> Callable[[int], None]:
     """What takes from a stack what was put there."""
     return lambda before: [pop() for _ in range(length() - before)]
@@ -641,7 +649,7 @@ _SETTINGS = {
     "what garbage collection calls": (lambda: [*gc.callbacks], lambda found: gc.callbacks.__setitem__(slice(None), found)),
     "how long a thread runs": (sys.getswitchinterval, sys.setswitchinterval),
     "timers": (lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, lambda on: on or signal.setitimer(signal.ITIMER_REAL, 0)),
-    "the environment": (lambda: dict(os.environ), lambda found: _fill(os.environ, found)),
+    "the environment": (lambda: {k: v for k, v in os.environ.items() if not k.startswith(_OF_TORCH)}, lambda found: _set_environment(found)),
     "the working directory": (os.getcwd, os.chdir),
     "Python's profiler": (tracers, lambda found: (sys.setprofile(found[0]), sys.settrace(found[1]))),
     "hooks of all modules": (lambda: [dict(hooks) for hooks in _GLOBAL_HOOKS], lambda found: [_fill(*each) for each in zip(_GLOBAL_HOOKS, found)]),

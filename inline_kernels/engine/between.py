@@ -11,6 +11,7 @@ OPERAND, which has an error of that size from its own convolution: that is why n
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import torch
@@ -87,7 +88,9 @@ def _settings(segment: Segment, weight: Tensor) -> precision.Settings:
 
 def _weight(model: nn.Module, captured: Captured, segment: Segment) -> Tensor:
     name = segment.parameters[0]
-    return captured.constants[name] if name in captured.constants else model.get_parameter(name)
+    if name in captured.constants:
+        return captured.constants[name]
+    return functools.reduce(getattr, name.split("."), model)  # no Parameter where others stand for those
 
 
 def _readers(node: fx.Node, filters: dict[Segment, Tensor]) -> tuple:

@@ -259,12 +259,11 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
     pack = 8 if plan.value_dtype.itemsize == 2 else 4  # planes.cuh's kPack
     turned = plan.layout and number in program.turned
     if plan.last or turned and source.sums_alone(program, number):  # LastPlane's, or LastRows'
-        packs = -(-plan.sizes.C // pack)
-        lanes = min(32, 1 << (packs - 1).bit_length())
+        sums = any(key.what != "value" for key in each.targets)
+        packs = -(-plan.sizes.C // (4 if sums else pack))
+        lanes = _lanes_across(packs)
         most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
-        if any(
-            key.what != "value" for key in each.targets
-        ):  # a lane has eight positions, of which it reads four at once
+        if sums:  # a lane has eight positions, of which it reads four at once
             return _shares(-(-most // 8), plan.sizes.N * side_by_side)
         return max(_shares(most, plan.sizes.N * side_by_side), most // 4)
     if turned:  # turned.cuh's tiles
@@ -274,6 +273,13 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
     if plan.device == "cpu":
         return positions // (1 << 16 if not each.by_sample else 1 << 12) + 1
     return positions // (1024 if each.by_sample else 4096) + 1
+
+
+def _lanes_across(packs: int) -> int:
+    """planes.cuh's."""
+    most = min(32, 1 << (packs - 1).bit_length())
+    few = [lanes for lanes in (most, most // 2, most // 4, most // 8) if lanes >= min(4, most)]
+    return min(few, key=lambda lanes: -(-packs // lanes) * lanes)
 
 
 def _shares(most: int, planes: int) -> int:
