@@ -808,7 +808,9 @@ def test_many_parts(layout, device, monkeypatch):
     turned = layout.startswith("turned")
     if turned:
         monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.TURNED)
-        monkeypatch.setattr(schedule, "_shares", lambda most, planes: max(most, 33) if layout == "turned" else 2)
+        monkeypatch.setattr(
+            schedule, "_shares", lambda most, planes: max(most, 33) if layout == "turned" else 2
+        )
     else:
         monkeypatch.setattr(schedule, "_parts", lambda *given: 40)
     torch.manual_seed(0)

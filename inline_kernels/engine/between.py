@@ -6,7 +6,8 @@ means over positions; an OPERAND, if it is of its own convolution alone. Other r
 
 In float32 tensor cores cut operands off in channels last that the library rounds in planes. So operands are rounded to TF32: filters, gradients of v, an
 OPERAND where it is written, what else is KEPT before it is convolved. And a convolution runs so only where eager's is in TF32, or where its x is an
-OPERAND, which has an error of that size from its own convolution: that is why nothing is one whose own isn't in TF32 in eager.
+OPERAND, which has an error of that size from its own convolution: that is why nothing is one whose own isn't in TF32 in eager. Gradients run so
+only where both of eager's are in TF32.
 """
 
 from __future__ import annotations
@@ -69,14 +70,19 @@ def is_kept(segment: Segment, x: Tensor, weight: Tensor, y: Tensor) -> bool:
     return segment.result == OPERAND or not readers or any(readers)
 
 
-def runs_tf32(segment: Segment, x: Tensor, weight: Tensor) -> bool:
+def runs_tf32(segment: Segment, x: Tensor, weight: Tensor, of: str = "forward") -> bool:
     """Does eager's convolution, in planes?"""
-    return precision.runs_tf32(x, weight, "forward", _settings(segment, weight), channels_last=False)
+    return precision.runs_tf32(x, weight, of, _settings(segment, weight), channels_last=False)
 
 
 def convolves_last(segment: Segment, x: Tensor, weight: Tensor) -> bool:
     """May it convolve an x in channels last so, in TF32?"""
     return segment.of_operand or runs_tf32(segment, x, weight)
+
+
+def differentiates_last(segment: Segment, x: Tensor, weight: Tensor) -> bool:
+    """May the gradients be those of channels last, in TF32?"""
+    return all(runs_tf32(segment, x, weight, of) for of in ("dx", "dw"))
 
 
 def _settings(segment: Segment, weight: Tensor) -> precision.Settings:

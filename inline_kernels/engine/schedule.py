@@ -87,7 +87,9 @@ def _build(case: Case) -> dict:
     composed = composed_of(case.segment, kind_for(case))
     layout = {"CHANNELS_LAST": "1"} if _is_last(case, composed) else {}
     if layout and _is_between(case.segment, case.x):
-        layout["FOR_TF32"] = "1"
+        layout["ROUNDS_Y"] = "1"
+        if case.saving and not case.segment.conv.is_nothing:
+            layout["ROUNDS_DZ"] = str(int(between.differentiates_last(case.segment, case.x, case.weight)))
     return {"name": name, "source": composed.text, "device": case.device, "defines": case.defines | layout}
 
 
@@ -137,15 +139,17 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
 def _set_layout(plan: Plan, case: Case, own: bool) -> None:
     plan.last = _is_last(case, plan.composed)
     plan.runs = PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
-    if (
-        _is_between(case.segment, case.x)
-        and library.is_channels_last(case.x)
-        and not case.segment.conv.is_nothing
-    ):
-        plan.image = _in_planes if plan.runs == PLANES else None if case.segment.of_operand else _rounded
+    plan.image = _image(case.segment, case.x, plan.runs)
     if plan.last:
         of_tf32 = _is_between(case.segment, case.x) and not case.segment.conv.is_nothing
         plan.runs = FOR_TF32 if of_tf32 else TURNED
+
+
+def _image(segment, x: Tensor, layout: int) -> Callable | None:
+    """What makes of a plan and an x between convolutions what the library takes; None: nothing."""
+    if not _is_between(segment, x) or not library.is_channels_last(x) or segment.conv.is_nothing:
+        return None
+    return _in_planes if layout == PLANES else None if segment.of_operand else _rounded
 
 
 def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
@@ -401,7 +405,7 @@ class Back(NamedTuple):
     """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
     the convolution's), those that are `converted` then, or `turned`, from channels last; dz; dweight, where it is our own; passes. The library is
     asked for (dx, dw), in `layout`; or `ours` gives dw, of dz, x and the weight, and dx where the library isn't asked for it. alone: the library
-    gives what is asked for, of dz in eager's layout."""
+    gives what is asked for, of dz in eager's layout. image: gives x as the library takes it, as Plan's."""
 
     launch: Launch | None
     gradients: Sequence[int | None]
@@ -414,6 +418,7 @@ class Back(NamedTuple):
     passes: int | None = None
     ours: Callable | None = None
     alone: bool = False
+    image: Callable | None = None
 
 
 def backward(
@@ -422,8 +427,6 @@ def backward(
     """The gradients of inputs, parameters and buffers (None), contiguous but for that of x."""
     weight_at = len(plan.segment.inputs)
     x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
-    if plan.image:
-        x = plan.image(plan, x)
     back, made, passes = plan.backward.get((*asked, True)) or _back(plan, *asked, True, arguments), (), 1
     dy = dy.movedim(1, -1) if plan.last and _y_has_channels(plan) else dy
     given = library.aligned(dy) if dy.data_ptr() % 16 or not dy.is_contiguous() else dy, *saved
@@ -442,6 +445,10 @@ def backward(
     if not passes:
         found[0], found[weight_at] = (
             t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
+        )
+    elif back.dz is not None and back.image:
+        found[0], found[weight_at] = _convolution_gradients(
+            plan, made[back.dz], back.image(plan, x), weight, back.library, back.layout
         )
     elif back.alone:
         of_library = library.convolve_backward(plan.convolution, made[back.dz], x, weight, asked)
@@ -477,6 +484,8 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     )
     layouts = [_layout(segment, x, weight, of) for of, need in zip(("dx", "dw"), of_library) if need]
     layout = UNITS if way == gradients.PACKED else min(layouts, default=PLANES)
+    if plan.last and _is_between(segment, x) and not segment.conv.is_nothing:
+        layout = FOR_TF32 if between.differentiates_last(segment, x, weight) else PLANES
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
         return Back(
@@ -508,7 +517,8 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     ours, alone = gradients.planned(way, segment, x, weight, dx) if way else None, of_library == (dx, dw)
     alone = alone and any(of_library) and dz is not None and not (own or ours or plan.last or layout)
     passes = place.get("passes")
-    return Back(launch, found, converted, turned, of_library, layout, dz, dweight, passes, ours, alone)
+    image = None if way else _image(segment, x, layout)
+    return Back(launch, found, converted, turned, of_library, layout, dz, dweight, passes, ours, alone, image)
 
 
 def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:
@@ -545,7 +555,8 @@ def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
     if library.is_channels_last(x, weight):
         if not _is_between(segment, x):
             return TURNED
-        return FOR_TF32 if between.convolves_last(segment, x, weight) else PLANES
+        last = between.convolves_last if of == "forward" else between.differentiates_last
+        return FOR_TF32 if last(segment, x, weight) else PLANES
     if weight.dim() == 5 and x.dtype == torch.float32 and of != "forward":
         return PLANES
     around = library.padding(segment.conv, weight)
@@ -581,6 +592,10 @@ def _convolution_gradients(
     if plan.last:
         dz = dz.view(N, *size, C).movedim(-1, 1)
         laid_out = _operands(plan)
+        if layout == PLANES and _is_between(plan.segment, x) and not how.is_nothing:
+            return library.convolve_backward(how, _in_planes(plan, dz), x, weight, wanted)
+        if layout == FOR_TF32 and not plan.composed.backward.turns:  # it is another gradient, too
+            dz = _rounded(plan, dz)
     elif not layout:
         return library.convolve_backward(how, dz, x, weight, wanted)
     else:

@@ -5,8 +5,8 @@
 // the whole array; what stands before the first and after the last such in a plane goes alone.
 //
 // With CHANNELS_LAST, arrays of positions and channels are (N, S, C). Then a lane has kPack neighbouring channels, a point is these at one
-// position, and what a plane has for a channel is a pack, too. A pass by sample takes positions whose channels are several lanes'. With FOR_TF32
-// what the library convolves next is rounded to that.
+// position, and what a plane has for a channel is a pack, too. A pass by sample takes positions whose channels are several lanes'. With
+// ROUNDS_Y and ROUNDS_DZ these, which the library convolves next, are rounded to TF32.
 #pragma once
 #include "load/extent.h"
 #include "load/extreme.cuh"
@@ -17,10 +17,13 @@ namespace load {
 #ifndef CHANNELS_LAST
 #define CHANNELS_LAST 0
 #endif
-#ifndef FOR_TF32
-#define FOR_TF32 0
+#ifndef ROUNDS_Y
+#define ROUNDS_Y 0
 #endif
-constexpr bool kLast = CHANNELS_LAST, kRounds = FOR_TF32;
+#ifndef ROUNDS_DZ
+#define ROUNDS_DZ 0
+#endif
+constexpr bool kLast = CHANNELS_LAST;
 constexpr int kPlaneThreads = 256;
 constexpr int kPack = sizeof(value_t) == 2 ? 8 : 4;
 
@@ -101,13 +104,14 @@ template <int K, bool across = false> struct Point {
       *reinterpret_cast<Memory<E, K>*>(to + offset()) = memory;
     }
   }
-  // An operand of the library's.
   template <class E, class X> __device__ __forceinline__ void write_operand(E* to, const X& x) const {
-    if constexpr (!kRounds) write(to, x);
-    else if constexpr (K == 1) write(to, nearest_tf32(lane_of(x, 0)));
-    else write(to, lanes<K>([&](int i) { return nearest_tf32(lane_of(x, i)); }));
+    if constexpr (ROUNDS_Y) write_nearest(to, x);
+    else write(to, x);
   }
-  template <class X> __device__ __forceinline__ void write_v(value_t* to, const X& x) const { write_operand(to, x); }
+  template <class X> __device__ __forceinline__ void write_v(value_t* to, const X& x) const {
+    if constexpr (ROUNDS_DZ) write_nearest(to, x);
+    else write(to, x);
+  }
   // The mask of a dropout by an element's number, where arrays have it: four neighbours share a draw. which: of a pass's dropouts.
   __device__ __forceinline__ auto kept(const int64_t* seed, int64_t number, int which, double probability) const {
     const uint64_t drawn_by = seed_of(seed, number) + which * 0x9E3779B97F4A7C15u;
@@ -187,6 +191,10 @@ template <int K, bool across = false> struct Point {
   }
 
  private:
+  template <class E, class X> __device__ __forceinline__ void write_nearest(E* to, const X& x) const {
+    if constexpr (K == 1) write(to, nearest_tf32(lane_of(x, 0)));
+    else write(to, lanes<K>([&](int i) { return nearest_tf32(lane_of(x, i)); }));
+  }
   template <class E> __device__ __forceinline__ auto load(const E* from, bool aligned) const {
     using To = computed<E>;
     if constexpr (K == 1) {
