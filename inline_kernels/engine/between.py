@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
@@ -61,10 +63,7 @@ def is_kept(segment: Segment, x: Tensor, weight: Tensor, y: Tensor) -> bool:
         return True
     if not library.may_run_tf32(x) or not (segment.conv.is_nothing or runs_tf32(segment, x, weight)):
         return False
-    readers = [
-        precision.runs_tf32(y, torch.empty(shape, device="meta"), "forward", settings, channels_last=False)
-        for shape, settings in segment.read_by
-    ]
+    readers = [_runs_tf32_behind(y, *reader) for reader in segment.read_by]
     if segment.conv.is_nothing:
         return bool(readers) and all(readers)
     return segment.result == OPERAND or not readers or any(readers)
@@ -85,6 +84,14 @@ def differentiates_last(segment: Segment, x: Tensor, weight: Tensor) -> bool:
     return all(runs_tf32(segment, x, weight, of) for of in ("dx", "dw"))
 
 
+def _runs_tf32_behind(
+    y: Tensor, channels: Fraction, taps: Sequence[int], settings: precision.Settings
+) -> bool:
+    """Does eager's convolution of a result? channels: out, for each of its own."""
+    filters = torch.empty(int(channels * y.shape[1]), y.shape[1], *taps, device="meta")
+    return precision.runs_tf32(y, filters, "forward", settings, channels_last=False)
+
+
 def _settings(segment: Segment, weight: Tensor) -> precision.Settings:
     around = library.padding(segment.conv, weight)
     return precision.Settings(
@@ -100,10 +107,14 @@ def _weight(model: nn.Module, captured: Captured, segment: Segment) -> Tensor:
 
 
 def _readers(node: fx.Node, filters: dict[Segment, Tensor]) -> tuple:
-    """The filters' shapes, and settings, of the convolutions that read a result at once."""
+    """What `_runs_tf32_behind` asks of the convolutions that read a result at once. It is the same for a layer of other channels."""
     users = [user.target for user in node.users if user.target in filters and user.args[0] is node]
-    users = [user for user in users if not user.conv.is_nothing]
-    return tuple((tuple(filters[user].shape), _settings(user, filters[user])) for user in users)
+    found = {}
+    for user in users:
+        if not user.conv.is_nothing:
+            outputs, channels, *taps = filters[user].shape
+            found[Fraction(outputs, channels), tuple(taps), _settings(user, filters[user])] = True
+    return tuple(found)
 
 
 def _is_operand(value: fx.Node, results: dict[Segment, str], model: nn.Module) -> bool:
