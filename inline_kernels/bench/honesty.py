@@ -717,10 +717,14 @@ def _changed(before: dict) -> list:
 
 def changes(before: dict) -> list[str]:
     """What is no longer as it was, as complaints."""
-    return [
-        f"changes {key if isinstance(key, str) else '.'.join((key[0].__name__, key[1]))}"
-        for key in _changed(before)
-    ]
+    return [f"changes {_called(key, before)}" for key in _changed(before)]
+
+
+def _called(key, before: dict) -> str:
+    if key == "the environment":
+        now, was = _settings()[key], before[key]
+        return f"{key}: {', '.join(sorted(k for k in {*now, *was} if now.get(k) != was.get(k)))}"
+    return key if isinstance(key, str) else ".".join((key[0].__name__, key[1]))
 
 
 def put_back(before: dict) -> None:
