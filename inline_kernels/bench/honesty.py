@@ -589,11 +589,13 @@ def _fill(table: dict, values: dict) -> None:
     table.update(values)
 
 
-_OF_TORCH = "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "CUDA_MODULE_LOADING", "TRITON_"  # it sets them itself
+_BY_BUILDS = (  # torch and the loader set them
+    "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "CUDA_MODULE_LOADING", "TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES", "PATH"
+)  # fmt: skip
 
 
 def _set_environment(values: dict[str, str]) -> None:
-    others = {name: value for name, value in os.environ.items() if name.startswith(_OF_TORCH)}
+    others = {name: value for name, value in os.environ.items() if name.startswith(_BY_BUILDS)}
     _fill(os.environ, values | others)
 
 
@@ -649,7 +651,7 @@ _SETTINGS = {
     "what garbage collection calls": (lambda: [*gc.callbacks], lambda found: gc.callbacks.__setitem__(slice(None), found)),
     "how long a thread runs": (sys.getswitchinterval, sys.setswitchinterval),
     "timers": (lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, lambda on: on or signal.setitimer(signal.ITIMER_REAL, 0)),
-    "the environment": (lambda: {k: v for k, v in os.environ.items() if not k.startswith(_OF_TORCH)}, lambda found: _set_environment(found)),
+    "the environment": (lambda: {k: v for k, v in os.environ.items() if not k.startswith(_BY_BUILDS)}, lambda found: _set_environment(found)),
     "the working directory": (os.getcwd, os.chdir),
     "Python's profiler": (tracers, lambda found: (sys.setprofile(found[0]), sys.settrace(found[1]))),
     "hooks of all modules": (lambda: [dict(hooks) for hooks in _GLOBAL_HOOKS], lambda found: [_fill(*each) for each in zip(_GLOBAL_HOOKS, found)]),
