@@ -202,7 +202,7 @@ def test_eagers_float32_stays(layouts, monkeypatch):
 
 def test_gradients_in_float32_stay_so(layouts, monkeypatch):
     """Where eager has them in float32, the library has them in planes, of all digits; one of both is enough."""
-    monkeypatch.setattr(precision, "runs_tf32", lambda x, weight, of, *given, **settings: of != "dw")
+    monkeypatch.setattr(precision, "runs_tf32", lambda x, weight, of, *given, **settings: of != "dx")
     torch.manual_seed(0)
     model, x = Before(), torch.randn(2, 3, 7, 8, requires_grad=True)
     backward, seen = library.convolve_backward, []
@@ -215,6 +215,15 @@ def test_gradients_in_float32_stay_so(layouts, monkeypatch):
     fuse(model)(x).sum().backward()
     assert len(seen) == 8 and not any(map(library.is_channels_last, seen)) and layouts.count(True) == 5
     assert seen[2].view(torch.int32).bitwise_and(0x1FFF).any()
+
+
+def test_what_a_gradient_reads_keeps_its_digits(layouts, monkeypatch):
+    """Where eager has a gradient of filters in float32, their x isn't rounded for forward's sake."""
+    monkeypatch.setattr(precision, "runs_tf32", lambda x, weight, of, *given, **settings: of != "dw")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        fuse(Chain())(torch.randn(2, 3, 9, 10))
+    assert layouts == [False, False]
 
 
 def test_results_lie_as_eagers(layouts):

@@ -63,10 +63,12 @@ def is_kept(segment: Segment, x: Tensor, weight: Tensor, y: Tensor) -> bool:
         return True
     if not library.may_run_tf32(x) or not (segment.conv.is_nothing or runs_tf32(segment, x, weight)):
         return False
-    readers = [_runs_tf32_behind(y, *reader) for reader in segment.read_by]
-    if segment.conv.is_nothing:
-        return bool(readers) and all(readers)
-    return segment.result == OPERAND or not readers or any(readers)
+    readers = [_runs_tf32_behind(y, "forward", *reader) for reader in segment.read_by]
+    if segment.result == KEPT:
+        return not readers or any(readers)
+    if segment.conv.is_nothing and not (readers and all(readers)):
+        return False
+    return all(_runs_tf32_behind(y, "dw", *reader) for reader in segment.read_by)  # which reads it, too
 
 
 def runs_tf32(segment: Segment, x: Tensor, weight: Tensor, of: str = "forward") -> bool:
@@ -85,11 +87,11 @@ def differentiates_last(segment: Segment, x: Tensor, weight: Tensor) -> bool:
 
 
 def _runs_tf32_behind(
-    y: Tensor, channels: Fraction, taps: Sequence[int], settings: precision.Settings
+    y: Tensor, of: str, channels: Fraction, taps: Sequence[int], settings: precision.Settings
 ) -> bool:
     """Does eager's convolution of a result? channels: out, for each of its own."""
     filters = torch.empty(int(channels * y.shape[1]), y.shape[1], *taps, device="meta")
-    return precision.runs_tf32(y, filters, "forward", settings, channels_last=False)
+    return precision.runs_tf32(y, filters, of, settings, channels_last=False)
 
 
 def _settings(segment: Segment, weight: Tensor) -> precision.Settings:
