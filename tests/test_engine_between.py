@@ -195,9 +195,18 @@ def test_eagers_float32_stays(layouts, monkeypatch):
     torch.manual_seed(0)
     model, x = Before().eval(), torch.randn(2, 3, 7, 8)
     model.last = nn.Conv2d(8, 5, 1)
+    monkeypatch.setattr(schedule, "_in_planes", None)  # which nothing has to be turned for
     with torch.no_grad():
         fuse(model)(x)
     assert layouts == [False, True, True, True, True, False]
+
+
+def test_what_has_no_error_is_not_rounded(layouts, monkeypatch):
+    """The result of a convolution that eager runs in float32."""
+    monkeypatch.setattr(precision, "runs_tf32", lambda x, weight, *given, **settings: weight.shape[1] > 3)
+    with torch.no_grad():
+        fuse(Chain())(torch.randn(2, 3, 9, 10))
+    assert layouts == [False, False]
 
 
 def test_gradients_in_float32_stay_so(layouts, monkeypatch):
@@ -215,6 +224,63 @@ def test_gradients_in_float32_stay_so(layouts, monkeypatch):
     fuse(model)(x).sum().backward()
     assert len(seen) == 8 and not any(map(library.is_channels_last, seen)) and layouts.count(True) == 5
     assert seen[2].view(torch.int32).bitwise_and(0x1FFF).any()
+
+
+class TwoReaders(nn.Module):
+    """A sum is convolved by filters of 3 x 3 and, once more, of 1 x 1."""
+
+    def __init__(self, channels: int = 8):
+        super().__init__()
+        self.stem, self.add = nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(3, channels, 3, padding=1)
+        self.wide, self.small = nn.Conv2d(channels, 5, 3, padding=1), nn.Conv2d(channels, 5, 1)
+
+    def forward(self, x):
+        y = F.silu(self.stem(x) + F.relu(self.add(x)))
+        return torch.tanh(self.wide(y)), torch.sigmoid(self.small(y))
+
+
+def test_one_reader_in_float32(layouts, monkeypatch):
+    """A sum that is kept for one convolution is turned back for another, which eager runs in float32, with all of its digits."""
+    monkeypatch.setattr(precision, "runs_tf32", lambda x, weight, *given, **settings: weight.shape[-1] > 1)
+    convolve, seen = library.convolve, {}
+
+    def noted(how, x, weight, *given):
+        seen[tuple(weight.shape)] = x
+        return convolve(how, x, weight, *given)
+
+    monkeypatch.setattr(library, "convolve", noted)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        fuse(TwoReaders())(torch.randn(2, 3, 7, 8))
+    wide, small = seen[5, 8, 3, 3], seen[5, 8, 1, 1]
+    assert library.is_channels_last(wide) and not library.is_channels_last(small)
+    assert not wide.contiguous().view(torch.int32).bitwise_and(0x1FFF).any()
+    assert small.view(torch.int32).bitwise_and(0x1FFF).any()
+    torch.testing.assert_close(wide, small, rtol=2**-11, atol=0)
+
+
+@pytest.mark.parametrize("make, wanted", [(Before, [(True, False)] * 4), (Branches, [(True, False)])])
+def test_frozen_convolutions(make, wanted, layouts, monkeypatch):
+    """Gradients of norms' parameters alone: the library is asked for those of x that lead there, and for no more."""
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(MODELS[make.__name__.lower()][1])
+    norms = [name for name, _ in model.named_parameters() if "norm" in name or "again" in name]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in norms)
+    backward, asked = library.convolve_backward, []
+
+    def noted(how, dz, x, weight, needs, *given):
+        asked.append(needs)
+        return backward(how, dz, x, weight, needs, *given)
+
+    monkeypatch.setattr(library, "convolve_backward", noted)
+    fuse(model)(x).square().sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert [*found] == norms and asked == wanted
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=2e-2, atol=2e-2)
 
 
 def test_what_a_gradient_reads_keeps_its_digits(layouts, monkeypatch):

@@ -781,7 +781,7 @@ def test_ties_and_nan_between_lanes(channels, device):
     plan.convolution = clean
     y, *saved = schedule.forward(plan, arguments)
     assert plan.last and checks.equal(y, model[1](x)).all() and y.isnan().any()
-    dz, *_ = schedule._back(plan, False, True, True, arguments).launch(arguments, dy, *saved)
+    dz, *_ = schedule._back(plan, False, True, True, arguments).launch.run(arguments, dy, *saved)
     assert torch.equal(dz.view(2, 5, 8, channels).movedim(-1, 1), leaf.grad)
 
 

@@ -4,10 +4,10 @@ In planes each result would be turned for the next convolution, and its gradient
 calls of PyTorch's that give the same values in either layout, are convolutions of 32 channels or more, segments that add it to theirs, norms, and
 means over positions; an OPERAND, if it is of its own convolution alone. Other results END it: they come in planes, though x may not.
 
-In float32 tensor cores cut operands off in channels last that the library rounds in planes. So operands are rounded to TF32: filters, gradients of v, an
-OPERAND where it is written, what else is KEPT before it is convolved. And a convolution runs so only where eager's is in TF32, or where its x is an
-OPERAND, which has an error of that size from its own convolution: that is why nothing is one whose own isn't in TF32 in eager. Gradients run so
-only where both of eager's are in TF32.
+In float32 tensor cores cut operands off in channels last that the library rounds in planes. So operands are rounded to TF32: filters, gradients
+of v, an OPERAND where it is written, what else is KEPT before it is convolved. And a convolution runs so only where eager's is in TF32, or where
+its x is an OPERAND, which has an error of that size from its own convolution: that is why nothing is one whose own isn't in TF32 in eager.
+Gradients run so only where both of eager's are in TF32.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `capture(model, training, x_dim)` traces the forward (tracing.py) and lets a segment grow from each convolution, down over the calls that
 the table of operations takes (ops.py), values used twice among them. It is cut where one value alone leaves it, at the place that keeps
-the most calls. A norm that no convolution precedes begins one, too, on a GPU: its convolution gives x itself. What comes from outside (residuals) is an input. Everything else stays PyTorch's.
+the most calls. A norm that no convolution precedes begins one, too, on a GPU: its convolution gives x itself. What comes from outside
+(residuals) is an input. Everything else stays PyTorch's.
 
 Nothing here depends on sizes but on the convolution's channels: a segment serves any batch and image. That a second input has the shape
 that its leaf's space says is for the caller to check, at each call.

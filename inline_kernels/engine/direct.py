@@ -576,11 +576,11 @@ def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, i
 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
-    found = plan.launch(_given_last(arguments, plan.turned))
+    found = plan.launch.run(_given_last(arguments, plan.turned))
     if plan.turned:
         return [found[0].movedim(-1, 1)]
     if plan.rest and not plan.rest.saving:
-        return plan.rest.launch(arguments, found[0])[:1]
+        return plan.rest.launch.run(arguments, found[0])[:1]
     if plan.copies:
         found.append(arguments[0].new_empty(plan.room, dtype=torch.float64))
     for i, first, count in plan.copies:

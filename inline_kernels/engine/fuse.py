@@ -75,9 +75,9 @@ def fuse(
 
 
 class SegmentPlan(NamedTuple):
-    """What runs for a segment, named by its convolution: "direct" (one kernel, the convolution inside), "sinks" (the convolution inside
-    kernels that reduce), "stored" (a convolution of our own, then kernels), "load" (the library's convolution, then kernels), "fused" (kernels
-    that were written for the formula), or "eager"; and why, or how."""
+    """What runs for a segment, named by its convolution, or the norm that it begins with: "direct" (one kernel, the convolution inside), "sinks"
+    (the convolution inside kernels that reduce), "stored" (a convolution of our own, then kernels), "load" (the library's convolution, then
+    kernels), "fused" (kernels that were written for the formula), or "eager"; and why, or how."""
 
     segment: str
     runs: str

@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
 
 class Launch:
-    """A launcher for arguments of one kind: `launch(arguments, *given)` allocates what is to be made, runs it, and returns that, of the
+    """A launcher for arguments of one kind: `run(arguments, *given)` allocates what is to be made, runs it, and returns that, of the
     names `made`. given: the names of what is there beside the arguments. number: of an argument, a number, behind the tensors."""
 
     def __init__(
@@ -57,9 +57,6 @@ class Launch:
             if e.argument is not None and not _is_ready(arguments[e.argument], e)
         ]
         self.run = self._converting if self.converted else self._written_out(of, len(arguments), len(given))
-
-    def __call__(self, arguments: Sequence, *given: Tensor) -> list[Tensor]:
-        return self.run(arguments, *given)
 
     def _written_out(self, of: Sequence[int], count: int, given: int) -> Callable:
         """`run` as code for these places: arguments, what is given, what is made. It takes a fifth less time than one that picks."""

@@ -280,7 +280,7 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
 
 
 def _lanes_across(packs: int) -> int:
-    """planes.cuh's."""
+    """As planes.cuh has it. Nothing that is computed hangs on it here, only how many blocks share a plane."""
     most = min(32, 1 << (packs - 1).bit_length())
     few = [lanes for lanes in (most, most // 2, most // 4, most // 8) if lanes >= min(4, most)]
     return min(few, key=lambda lanes: -(-packs // lanes) * lanes)
@@ -395,7 +395,7 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
     y = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
     for first, last, piece in plan.pieces:
         some = _of_samples(plan, arguments, first, last)
-        piece.launch(
+        piece.launch.run(
             some, library.convolve(plan.convolution, some[0], some[len(plan.segment.inputs)]), y[first:last]
         )
     return y
@@ -446,17 +446,14 @@ def backward(
         found[0], found[weight_at] = (
             t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
         )
-    elif back.dz is not None and back.image:
-        found[0], found[weight_at] = _convolution_gradients(
-            plan, made[back.dz], back.image(plan, x), weight, back.library, back.layout
-        )
     elif back.alone:
         of_library = library.convolve_backward(plan.convolution, made[back.dz], x, weight, asked)
         found[0], found[weight_at] = of_library
     elif back.dz is not None:
         dz, both = made[back.dz], (None, None)
         if any(back.library):
-            both = _convolution_gradients(plan, dz, x, weight, back.library, back.layout)
+            image = back.image(plan, x) if back.image else x
+            both = _convolution_gradients(plan, dz, image, weight, back.library, back.layout)
         if back.ours:
             own_dx, found[weight_at] = back.ours(dz, x, weight)
             found[0] = both[0] if back.library[0] else own_dx
@@ -515,9 +512,9 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     found = [place[root.name] if root else None for root in map(roots.get, names)]
     dz, dweight = place["dz"] if roots["z"] else None, place["dweight"] if own else None
     ours, alone = gradients.planned(way, segment, x, weight, dx) if way else None, of_library == (dx, dw)
-    alone = alone and any(of_library) and dz is not None and not (own or ours or plan.last or layout)
-    passes = place.get("passes")
     image = None if way else _image(segment, x, layout)
+    alone = alone and any(of_library) and dz is not None and not (own or ours or plan.last or layout or image)
+    passes = place.get("passes")
     return Back(launch, found, converted, turned, of_library, layout, dz, dweight, passes, ours, alone, image)
 
 
@@ -704,6 +701,7 @@ def _words(plan: Plan, own: str | None, backward: str) -> str:
     words = ["Winograd's convolution"] if plan.strips.get("forward") else words
     words = ["x as it is"] if plan.segment.conv.is_nothing else words
     words += [", channels last"] * bool(plan.runs)
+    words += [" as y for what follows"] * bool(plan.last and plan.segment.result)
     words += [", then ", passes_in_words(plan, composed.forward, composed.forward_names), backward]
     return "".join(words)
 
