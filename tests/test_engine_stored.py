@@ -38,6 +38,11 @@ def mean(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
     return torch.softmax(v.mean(2) * m.number, 1)
 
 
+def across(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
+    """Without channels."""
+    return torch.tanh(v.amin(2) * m.number).mean(1)
+
+
 # By mainloop: who plans its convolution, the architecture; filters, the image's size, settings.
 LAYERS = {
     "narrow2d": (direct, 800, (24, 5, 2, 3), (9, 134), {}),
@@ -115,7 +120,7 @@ def test_16_bits(mainloop, layer):
         assert_rule(fast, model, x, saving)
 
 
-@pytest.mark.parametrize("tail", [mean, least])
+@pytest.mark.parametrize("tail", [mean, least, across])
 @pytest.mark.parametrize("mainloop", ["narrow2d", "wide"])
 def test_channels_last_where_operands_are_planes(mainloop, tail, layer, monkeypatch):
     """It is turned where the library has no tensor cores for it either."""
