@@ -385,7 +385,7 @@ def plan(case: Case) -> Launch:
 
 def forward(plan: Launch, arguments: Sequence) -> list[Tensor]:
     """y."""
-    return plan(arguments)
+    return plan.run(arguments)
 
 
 def saved(*given) -> list:
