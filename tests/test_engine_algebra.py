@@ -112,7 +112,12 @@ def test_a_gradient_is_centred_before_it_is_divided_by_a_deviation(graph, steps,
             assert rstd not in node.args and not any(a.op == "take" and a.args[0] is rstd for a in node.args)
     # Deviations are from the mean as it is, not as it is rounded.
     exactly = [n for n in order(roots) if n.op == "rest" or any(a.op == "rest" for a in n.args)]
-    assert exactly and len(order(roots)) - len(exactly) <= len(nodes)
+    assert exactly
+    # No more is computed at positions, and one sum less over them: what is left when parameters are taken out is the same.
+    before, after = [nodes, [n for n in order(roots) if n not in exactly]]
+    assert sum(bool(n.space.level) for n in after) <= sum(bool(n.space.level) for n in before)
+    of_positions = [sum(n.op == "sum" and n.attr == "s" for n in each) for each in (before, after)]
+    assert of_positions[1] == of_positions[0] - 1
 
 
 def test_what_only_some_terms_have_stays(graph):
@@ -128,6 +133,10 @@ def test_what_only_some_terms_have_stays(graph):
         assert factored([root]) == [root]
     assert factored([dy * a * b + x * b])[0] is (dy * a + x) * b
     assert factored([dy * a - x * a])[0] is (dy - x) * a
+    by_channel = graph.leaf("by_channel", BY_CHANNEL, "parameter")
+    assert factored([dy * by_channel - x * by_channel])[0] is dy * by_channel - x * by_channel
+    assert factored([graph.sum("s", dy * x * by_channel)])[0] is graph.sum("s", dy * x) * by_channel
+    assert factored([graph.sum("c", dy * by_channel)])[0] is graph.sum("c", dy * by_channel)
     small = graph.sum("s", dy) * a  # which no position is multiplied for
     assert factored([z * (small * b) + small * b])[0] == z * (small * b) + small * b
 

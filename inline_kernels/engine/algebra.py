@@ -118,8 +118,8 @@ def _level(node: Node) -> int:
 def factored(roots: Sequence[Node]) -> list[Node]:
     """A gradient's roots with x·r + y·r as (x + y)·r, and Σ x·r as r·Σ x, where r is a statistic of forward's. A norm's gradient is r = 1/σ
     times what is left of dy when its means are taken off, which may be little: with few positions of a plane the rounding of dy·r
-    would be most of it. Parameters stay with dy, as in eager's norms. For the same reason deviations are from the mean as it is, not
-    from what it is rounded to; but those that masks compare, which are forward's."""
+    would be most of it. Parameters stay with dy, as in eager's norms, but for sums over positions, as there, too. For the same reason
+    deviations are from the mean as it is, not from what it is rounded to; but those that masks compare, which are forward's."""
     rewriter = _Factored(roots)
     deviations = _Deviations([rewriter.of(root) for root in roots])
     return [deviations.of(root) for root in deviations.roots]
@@ -166,7 +166,8 @@ class _Factored:
     def _rewritten(self, node: Node, terms: list[Node]) -> Node:
         graph, taken_out = self.graph, []
         if node.op in ("sum", "group") or (node.op in ("add", "sub") and node.space.level):
-            for factor in [f for each in terms for f in self._statistics(each)]:
+            of_all = node.op == "sum" and node.attr == "s"
+            for factor in [f for each in terms for f in self._factors(each, of_all)]:
                 found = [_without(each, factor) for each in terms]
                 if None in found or not _may_leave(factor, node):
                     continue
@@ -185,16 +186,17 @@ class _Factored:
             result = result * factor
         return result
 
-    def _statistics(self, a: Node, index: Node | None = None) -> list[Node]:
-        """Those among a's factors. index: a is put to those places."""
+    def _factors(self, a: Node, of_all: bool, index: Node | None = None) -> list[Node]:
+        """The statistics among a's factors, or all without positions. index: a is put to those places."""
         if a.op == "put":
-            return self._statistics(a.args[0], a.args[1])
+            return self._factors(a.args[0], of_all, a.args[1])
         whole, known = a if index is None else _untaken(a, index), self.facts
-        if whole is not None and whole.space.small and whole.id in known.of_z and whole.id not in known.of_dy:
-            return [whole]
+        if whole is not None and whole.space.small and whole.id not in known.of_dy:
+            if whole.id in known.of_z or (of_all and whole.op != "const"):
+                return [whole]
         if a.op == "mul":
-            return [factor for each in a.args for factor in self._statistics(each, index)]
-        return self._statistics(a.args[_LINEAR[a.op]], index) if a.op in _LINEAR else []
+            return [factor for each in a.args for factor in self._factors(each, of_all, index)]
+        return self._factors(a.args[_LINEAR[a.op]], of_all, index) if a.op in _LINEAR else []
 
 
 _LINEAR = {"div": 0, "neg": 0, "where": 1}  # in that operand; a choice where the other one is 0

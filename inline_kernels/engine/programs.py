@@ -153,7 +153,7 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
         roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
     nodes = factored([root.node for root in roots.values()])
     roots = {key: root._replace(node=node) for (key, root), node in zip(roots.items(), nodes)}
-    kept = _kept(nodes, z)
+    kept = _as_positions_read(nodes, _kept(nodes, z), past)
     if only_v:
         kept = [z] if z in order([root.node for root in roots.values()]) else []
     arrays: dict[
@@ -163,7 +163,7 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
         node: arrays.setdefault(past.now(node), _saved_array(node, z, kind.few_channels)) for node in kept
     }
     gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept and not only_v else None
-    if gate and kind.device == "cpu" and not source.is_drawn(gate[0]):
+    if gate and not source.is_drawn(gate[0]):
         gate = None  # counting costs as much as what it may save
     if gate:
         given[gate[1]] = Array("kept_alive", "double", gate[1].space)
@@ -284,6 +284,25 @@ def _kept(roots: Sequence[Node], z: Node) -> list[Node]:
     found = kept({None, "input"})
     few = sum(node.is_boolean and facts.at_elements(node) for node in found) <= _MOST_MASKS
     return found if z not in found and few else kept({None, "input", "mask"})
+
+
+def _as_positions_read(roots: Sequence[Node], kept: Sequence[Node], past: _Past) -> list[Node]:
+    """What is kept, but small values as positions read them: no pass before theirs has to make them of what forward reduced."""
+    small = {node for node in kept if node.space.small}
+    known: dict[Node, bool] = {}  # is it made of those and numbers alone?
+
+    def is_known(node: Node) -> bool:
+        if node not in known:
+            known[node] = node in small or node in past.copies or node.op in ("const", "count")
+            known[node] = (
+                known[node] or node.space.small and node.is_scalar_op and all(map(is_known, node.args))
+            )
+        return known[node]
+
+    read = {a: None for node in order(roots, kept) if node.space.level for a in node.args if a.space.small}
+    found = [node for node in read if is_known(node) and small & {*order([node])}]
+    stops = {*found, *kept}
+    return sorted({node for node in down_to(roots, stops.__contains__)}, key=lambda node: node.id)
 
 
 def _saved_array(node: Node, z: Node, few_channels: bool) -> Array:

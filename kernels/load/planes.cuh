@@ -319,7 +319,7 @@ template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {
   static constexpr bool few = !Pass::kSums && Pass::kHeld <= 4;
   static constexpr int held = Pass::kHeld + 3 * Pass::kSums;  // by a channel
   static constexpr int channels = Pass::kSingle ? 1 : few ? kPack : 4, at_once = Pass::kWrites || held > 16 ? 1 : Sum::kFew;
-  static constexpr int blocks = (few ? channels : 4) * sizeof(real) > 16 || held > 9 ? 2 : 3;
+  static constexpr int blocks = (few ? channels : 4) * sizeof(real) > 16 || held > (at_once > 1 ? 7 : 9) ? 2 : 3;
 };
 
 // A lane's share of some planes, where arrays are channels last: K channels side by side at some positions. C is a multiple of K. Rows of

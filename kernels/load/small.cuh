@@ -89,7 +89,7 @@ template <class Pass> __global__ void __launch_bounds__(kSmallThreads, 1) small_
 // most: slices, which may be halved.
 template <class Pass> void small(const Pass& pass, int64_t blocks, cudaStream_t stream, int64_t C = 0, unsigned most = 1) {
   while (most > 1 && C < 16 * int64_t(most)) most = most % 2 ? 1 : most / 2;
-  const unsigned all = unsigned(blocks) * most, threads = all > 256 ? 256 : kSmallThreads;  // many blocks have little each
+  const unsigned all = unsigned(blocks) * most, threads = all > 128 ? 256 : kSmallThreads;  // of many, some share a multiprocessor
   if (blocks) small_kernel<Pass><<<all, threads, 0, stream>>>(pass, most);
 }
 
