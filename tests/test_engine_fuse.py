@@ -1171,6 +1171,55 @@ def test_batch_norm_counts_its_batches():
     assert_same(fast, model, x)
 
 
+class Norms(nn.Module):
+    """Three batch norms, of which the last one counts for two; behind the first stands what somebody may look from."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.third, self.look = nn.Conv2d(4, 4, 3), nn.MaxPool2d(2, 1)
+        self.norm, self.own, self.twice = (nn.BatchNorm2d(4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.look(F.relu(self.norm(self.first(x))))
+        x = F.relu(self.own(self.second(x)))
+        return F.relu(self.twice(self.third(F.relu(self.twice(x)))))
+
+    def counted(self) -> list[int]:
+        return [int(each.num_batches_tracked) for each in (self.norm, self.own, self.twice)]
+
+
+def test_batches_are_counted_at_once(monkeypatch):
+    """One launch for a model's counters: where it ends, and where it raises; and a counter that stands twice counts twice."""
+    model, x = Norms(), torch.randn(2, 3, 12, 13)
+    fast, raised, add = fuse(copy.deepcopy(model)), [], torch._foreach_add_
+    monkeypatch.setattr(
+        torch, "_foreach_add_", lambda tensors, one: (raised.append(len(tensors)), add(tensors, one))
+    )
+    for _ in range(2):
+        assert_same(fast, model, x)
+    assert fast.counted() == model.counted() == [2, 2, 4] and raised == []
+    fast.twice = model.twice = nn.Identity()
+    assert_same(fast, model, x)
+    assert raised == [2] and fast.norm.num_batches_tracked == fast.own.num_batches_tracked == 3
+    for module in (model, fast):
+        with pytest.raises(RuntimeError):  # of the second convolution: the image is smaller than its filters
+            module(torch.randn(2, 3, 5, 5))
+        assert module.norm.num_batches_tracked == 4 and module.own.num_batches_tracked == 3
+
+
+def test_who_looks_between_segments_sees_the_count():
+    """A hook sees each norm's count as eager's; without it a call counts at its end."""
+    found = {}
+    for name, module in (("eager", model := Norms()), ("fused", fuse(copy.deepcopy(model)))):
+        seen = found[name] = []
+        module.look.register_forward_hook(
+            lambda m, *_, seen=seen, module=module: seen.append(module.counted())
+        )
+        module(torch.randn(2, 3, 12, 13))
+    assert found["fused"] == found["eager"] == [[1, 0, 0]]
+
+
 def test_a_batch_norm_that_is_called_twice():
     norm = nn.BatchNorm2d(4)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import types
 import warnings
 import weakref
@@ -60,6 +61,33 @@ class Asked:
         return self.schedules is None or schedule in self.schedules
 
 
+class Counts(threading.local):
+    """Counters of batches that a model's call has yet to raise, all at once behind it: `due`; None: each segment raises its own."""
+
+    due: list[Tensor] | None = None
+
+    def around(self, run: Callable) -> Callable:
+        """run, which raises them at its end."""
+
+        def counted(*given):
+            self.due = due = []
+            try:
+                return run(*given)
+            finally:
+                self.due = None
+                count_batches(due)
+
+        return counted
+
+
+def count_batches(counters: Sequence[Tensor]) -> None:
+    if len({*map(id, counters)}) == len(counters) > 1:
+        torch._foreach_add_(counters, 1)  # one launch
+    else:
+        for count in counters:
+            count.add_(1)
+
+
 class Part:
     """A segment of one model: called with its inputs, it gives its result. What it decided in a situation it keeps."""
 
@@ -71,8 +99,9 @@ class Part:
         guards: Guards,
         stale: types.SimpleNamespace,
         asked: Asked,
+        counts: Counts,
     ):
-        self.segment, self.guards, self.stale, self.asked = segment, guards, stale, asked
+        self.segment, self.guards, self.stale, self.asked, self.counts = segment, guards, stale, asked, counts
         self.name, self.model = segment.conv.name or segment.parameters[0], weakref.ref(model)
         self.situations: list[Situation] = []
         self.epoch = 0  # rises where situations are forgotten
@@ -229,7 +258,7 @@ class Part:
         if run is None or not self.counters:
             return run
         first = len(self.names) - len(self.own.updated)
-        return functools.partial(_run_counted, run, self.counters, first, len(self.names))
+        return functools.partial(_run_counted, run, self.counters, self.counts, first, len(self.names))
 
     def trial(
         self, decision: Decision, tensors: Sequence[Tensor], gradients: Sequence[bool]
@@ -425,11 +454,15 @@ def _run_eager(code: Callable, model: weakref.ref, inputs: int, *tensors) -> Ten
     return code(model(), *tensors[:inputs])
 
 
-def _run_counted(run: Callable, counters: Sequence[dict], first: int, last: int, *varying) -> Tensor:
+def _run_counted(
+    run: Callable, counters: Sequence[dict], counts: Counts, first: int, last: int, *varying
+) -> Tensor:
     """run, which writes to the running statistics, as eager's kernels do: autograd isn't told. And counts the batches."""
-    for buffers in counters:
-        if (count := buffers["num_batches_tracked"]) is not None:
-            count.add_(1)
+    raised = [count for buffers in counters if (count := buffers["num_batches_tracked"]) is not None]
+    if counts.due is None:
+        count_batches(raised)
+    else:
+        counts.due += raised
     return run(*varying[:first], *[t.data for t in varying[first:last]], *varying[last:])
 
 

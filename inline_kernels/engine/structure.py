@@ -18,8 +18,9 @@ from .code import Code, without_memory
 from .edited import Edit, the_same_launcher
 from .guards import Guards, SideEffects, recorded
 from .operator import EDITED, Decision, weightless
-from .part import Asked, Part, building, called, options_of
+from .part import Asked, Counts, Part, building, called, options_of
 from .support import NOT_THE_MODEL
+from .tracing import has_hooks
 
 
 class Structure:
@@ -35,7 +36,7 @@ class Structure:
         self.parts: list[Part] = []
         self.segments: Sequence = ()
         # Shared with the parts, from which there is no way here.
-        self.asked, self.stale = Asked(model), types.SimpleNamespace(is_so=False)
+        self.asked, self.stale, self.counts = Asked(model), types.SimpleNamespace(is_so=False), Counts()
         self.settings = timed.settings() if options_of(model).tune else None
         self.reason, reads = _unfit(model, kind), {}
         captured = None
@@ -69,6 +70,8 @@ class Structure:
         self.graph = fx.Graph()  # which has no way to modules, as the captured one has
         self.graph.output(self.graph.graph_copy(graph, {}))
         self.run = self.code.function(self.parts)
+        if sum(bool(part.counters) for part in self.parts) > 1 and not _may_look(graph, model):
+            self.run = self.counts.around(self.run)
 
     def _laid_out(self, model: nn.Module, captured) -> Sequence:
         """The segments that run (between.py)."""
@@ -76,7 +79,8 @@ class Structure:
         return between.laid_out(captured, model) if device.type == "cuda" and not last else captured.segments
 
     def _parts(self, model: nn.Module, segments: Sequence) -> list[Part]:
-        return [Part(each, model, self.constants, self.guards, self.stale, self.asked) for each in segments]
+        shared = self.constants, self.guards, self.stale, self.asked, self.counts
+        return [Part(each, model, *shared) for each in segments]
 
     @functools.cached_property
     def plain(self) -> list[Part]:
@@ -254,6 +258,15 @@ def _capture(
             return None, str(error), reads
         reason = effects.found()
         return (None, reason, reads) if reason else (captured, "", reads)
+
+
+def _may_look(graph: fx.Graph, model: nn.Module) -> bool:
+    """Does anything between segments see more than its tensors, so perhaps a counter of batches? Modules of the user's, and hooks."""
+    modules = [model.get_submodule(node.target) for node in graph.nodes if node.op == "call_module"]
+    reads = any(node.op == "get_attr" and "num_batches_tracked" in node.target for node in graph.nodes)
+    return reads or any(
+        has_hooks(each) or not type(each).__module__.startswith("torch.nn.") for each in modules
+    )
 
 
 def _altered(graph: fx.Graph, model: nn.Module) -> dict[str, str]:
