@@ -119,7 +119,12 @@ class Emulated:
             assert not damage, damage
             return result
 
-        call.bound = lambda *last, **how: lambda *first: call(*first, *last)
+        def bound(*numbers, last=(), **how):
+            return lambda *first: call(
+                *[a.movedim(1, -1) if i in last else a for i, a in enumerate(first)], *numbers
+            )
+
+        call.bound = bound
         return call
 
 

@@ -10,10 +10,11 @@ from torch import nn
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
 from inline_kernels.bench import checks, compare
-from inline_kernels.engine import between, library, precision, schedule
+from inline_kernels.engine import between, library, precision
 from inline_kernels.engine import capture as capturing
 from inline_kernels.engine.between import ENDS, KEPT, OPERAND
 from inline_kernels.engine.capture import capture
+from inline_kernels.engine.layouts import Turns
 from inline_kernels.engine.structure import Structure
 from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
 
@@ -134,9 +135,9 @@ def layouts(gpu, monkeypatch):  # noqa: F811
     found = []
     convolve = library.convolve
 
-    def noted(how, x, weight, laid_out=None):
+    def noted(how, x, weight, operands=None):
         found.append(library.is_channels_last(x))
-        return convolve(how, x, weight, laid_out)
+        return convolve(how, x, weight, operands)
 
     monkeypatch.setattr(library, "convolve", noted)
     monkeypatch.setattr(library, "may_run_tf32", lambda x: x.dtype == torch.float32)
@@ -153,7 +154,7 @@ def layouts(gpu, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("name", MODELS)
 def test_is_right(name, phase, layouts, monkeypatch):
     """Without rounding, which a CPU's eager does not know."""
-    monkeypatch.setattr(schedule, "_is_between", lambda segment, x: False)
+    monkeypatch.setattr(between, "rounds", lambda segment, x: False)
     make, shape = MODELS[name]
 
     def errors(number: int, cancelling: bool):
@@ -177,9 +178,9 @@ def test_operands_are_rounded(name, layouts, monkeypatch):
     seen = []
     backward = library.convolve_backward
 
-    def noted(how, dz, x, weight, needs, laid_out=None):
-        seen.extend([] if how.is_nothing else [dz, laid_out(x), laid_out(weight)])
-        return backward(how, dz, x, weight, needs, laid_out)
+    def noted(how, dz, x, weight, needs, operands=None):
+        seen.extend([] if how.is_nothing else [dz, *operands(x, weight)])
+        return backward(how, dz, x, weight, needs, operands)
 
     monkeypatch.setattr(library, "convolve_backward", noted)
     torch.manual_seed(0)
@@ -195,7 +196,7 @@ def test_eagers_float32_stays(layouts, monkeypatch):
     torch.manual_seed(0)
     model, x = Before().eval(), torch.randn(2, 3, 7, 8)
     model.last = nn.Conv2d(8, 5, 1)
-    monkeypatch.setattr(schedule, "_in_planes", None)  # which nothing has to be turned for
+    monkeypatch.setattr(Turns, "planes", None)  # which nothing has to be turned for
     with torch.no_grad():
         fuse(model)(x)
     assert layouts == [False, True, True, True, True, False]
@@ -299,6 +300,21 @@ def test_results_lie_as_eagers(layouts):
     y = fast(x)
     (dx,) = torch.autograd.grad(y.sum(), x)
     assert y.stride() == model(x).stride() and dx.is_contiguous() and layouts == [False, True, True, True]
+
+
+@pytest.mark.parametrize("model", ["before", "branches"])
+def test_what_is_saved_may_come_back_otherwise(model, layouts):
+    """In planes, as torch's hooks that save on the CPU give it: gradients are the same to the bit."""
+    torch.manual_seed(0)
+    make, shape = MODELS[model]
+    model, x = make(), torch.randn(shape, requires_grad=True)
+    fast, found = fuse(model), []
+    for hook in (lambda t: t, lambda t: t.contiguous(), lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(hook, lambda t: t):
+            y = fast(x)
+        found.append(torch.autograd.grad(y.sum(), [x, *model.parameters()]))
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
 
 
 def test_filters_channels_last_later(layouts):

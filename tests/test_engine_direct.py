@@ -528,7 +528,7 @@ def test_backward(filters, size, name, device):
     arguments = [a.clone() if torch.is_tensor(a) else a for a in arguments]
     y, *saved = direct.forward(plan, arguments)
     kept = direct.saved(Case(segment, arguments, True, x.dtype))
-    assert [(list(t.shape), t.dtype) for t in saved] == [([*shape], dtype) for shape, dtype in kept]
+    assert [(list(t.shape), t.dtype) for t in saved] == [([*shape], dtype) for shape, dtype, _ in kept]
 
     exact = copy.deepcopy(model).double()
     leaves = [t.double().requires_grad_() for t in (x, *model.beside(x))]

@@ -20,7 +20,7 @@ import inline_loader
 from benchmarks import level2
 from fuzz_engine import random_program
 from inline_kernels.bench import checks
-from inline_kernels.engine import library, programs, schedule, source
+from inline_kernels.engine import layouts, library, programs, schedule, source
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import CTYPES, Case
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
@@ -568,7 +568,7 @@ def test_what_windows_take_of_v_is_kept_in_its_type():
     model, x = Taken().bfloat16(), torch.randn(2, 2, 9, 10).bfloat16()
     segment = segment_of(model, x)
     kept = schedule.saved(Case(segment, arguments_of(model, segment, x), True, x.dtype))
-    assert {dtype for _, dtype in kept} == {torch.uint8, torch.bfloat16}  # their places, too
+    assert {dtype for _, dtype, _ in kept} == {torch.uint8, torch.bfloat16}  # their places, too
 
 
 def test_no_more_is_kept_than_eager_keeps():
@@ -586,10 +586,25 @@ def test_no_more_is_kept_than_eager_keeps():
             y = model(x)
         segment = segment_of(model, x)
         ours = schedule.saved(Case(segment, arguments_of(model, segment, x), True, x.dtype))
-        own = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in ours if len(shape) > 2)
+        own = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype, _ in ours if len(shape) > 2)
         # y is there anyway, in eager as in ours.
         theirs = sum(kept.values()) - (kept.get(y.untyped_storage().data_ptr(), 0))
         assert own <= theirs + y.nbytes, (number, own, theirs)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_what_is_saved_lies_as_foreseen(layout, device):
+    torch.manual_seed(0)
+    model, x = Gated(0.0), torch.randn(2, 2, 9, 11).contiguous(memory_format=layout)
+    run = Run(model, x, saving=True)
+    case = Case(run.segment, arguments_of(model, run.segment, x), True, x.dtype, last=run.plan.last)
+    foreseen = [
+        torch.empty(shape, dtype=kind, memory_format=lies) for shape, kind, lies in schedule.saved(case)
+    ]
+    assert [(t.shape, t.stride(), t.dtype) for t in run.saved] == [
+        (t.shape, t.stride(), t.dtype) for t in foreseen
+    ]
+    assert any(library.is_channels_last(t) for t in foreseen if t.dim() == 4) == run.plan.last
 
 
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
@@ -668,7 +683,7 @@ def test_channels_last(tail, dtype, shape, monkeypatch, device):
     """Where the library convolves channels last, passes turn v and its gradient; all is as in planes."""
     if device == "cpu":
         pytest.skip("a GPU's way")
-    monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.TURNED)
+    monkeypatch.setattr(layouts, "fastest", lambda *given: layouts.TURNED)
     torch.manual_seed(0)
     model = Turned(tail).to(dtype)
     run = assert_rule(model, torch.randn(shape).to(dtype), label=tail)
@@ -777,12 +792,11 @@ def test_ties_and_nan_between_lanes(channels, device):
     model[1](leaf).backward(dy)
     segment = segment_of(model, x)
     plan = schedule.plan(Case(segment, arguments := arguments_of(model, segment, x), True, x.dtype))
-    clean = plan.convolution._replace(run=lambda x, weight, *_: x)  # where a product would spread NaN
-    plan.convolution = clean
+    plan.convolve = lambda x, weight: x  # where a product would spread NaN
     y, *saved = schedule.forward(plan, arguments)
     assert plan.last and checks.equal(y, model[1](x)).all() and y.isnan().any()
     dz, *_ = schedule._back(plan, False, True, True, arguments).launch.run(arguments, dy, *saved)
-    assert torch.equal(dz.view(2, 5, 8, channels).movedim(-1, 1), leaf.grad)
+    assert torch.equal(dz, leaf.grad)
 
 
 class Largest(nn.Module):
@@ -807,7 +821,7 @@ def test_many_parts(layout, device, monkeypatch):
         pytest.skip("a GPU's way")
     turned = layout.startswith("turned")
     if turned:
-        monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.TURNED)
+        monkeypatch.setattr(layouts, "fastest", lambda *given: layouts.TURNED)
         monkeypatch.setattr(
             schedule, "_shares", lambda most, planes: max(most, 33) if layout == "turned" else 2
         )
@@ -914,26 +928,28 @@ def test_a_second_input_channels_last(other_is_last, device):
 
 
 class Gated(nn.Module):
-    """A gradient that is zero in whole channels, of which some share a group with others, in front of sums over positions."""
+    """A gradient that is zero in whole channels, of which some share a group with others, in front of sums over positions; with a dropout, that
+    drops nothing but by a rare chance."""
 
-    def __init__(self):
+    def __init__(self, probability: float):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 8, 3), nn.GroupNorm(4, 8)
+        self.conv, self.norm, self.drop = nn.Conv2d(2, 8, 3), nn.GroupNorm(4, 8), nn.Dropout(probability)
         with torch.no_grad():
             self.norm.bias[[0, 1, 2, 7]] = -100.0
 
     def forward(self, x):
-        return torch.relu(self.norm(self.conv(x)))
+        return self.drop(torch.relu(self.norm(self.conv(x))))
 
 
+@pytest.mark.parametrize("probability", [0.0, 1e-9])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_planes_without_a_gradient(layout, device):
-    """They are not read; values that are not finite make NaN of a group all the same."""
+def test_planes_without_a_gradient(layout, probability, device):
+    """They are not read where it is long to draw what else may drop it; values that are not finite make NaN of a group all the same."""
     torch.manual_seed(0)
-    model, x = Gated(), torch.randn(2, 2, 9, 11).contiguous(memory_format=layout)
+    model, x = Gated(probability), torch.randn(2, 2, 9, 11).contiguous(memory_format=layout)
     run = assert_rule(model, x)
     assert run.plan.last == (device == "cuda" and layout == torch.channels_last)
-    assert ("const bool idle" in run.plan.composed.text) == (device == "cuda")
+    assert ("const bool idle" in run.plan.composed.text) == (probability > 0)
     assert (run.results["gradient of norm.weight"][[0, 1, 2, 7]] == 0).all()
     x[1, 0, 4, 4] = INF
     dy = torch.randn_like(run.y)
@@ -951,7 +967,7 @@ def test_operands_of_tf32_are_rounded(monkeypatch, device):
     """Channels last the library would cut their last bits off. What is not finite stays."""
     if device == "cpu":
         pytest.skip("a GPU's way")
-    monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.FOR_TF32)
+    monkeypatch.setattr(layouts, "fastest", lambda *given: layouts.FOR_TF32)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU()), torch.randn(2, 3, 9, 10)
     dy = torch.randn(2, 8, 7, 8)
@@ -999,6 +1015,14 @@ def test_whole_arrays_are_turned(dtype, folder, guarded):  # noqa: F811
             out = torch.full((size[0], size[2], size[1]), NAN, dtype=dtype)
             kernels.transpose(out, t, *size, rounds)
             assert torch.equal(out, (rounded(t) if rounds else t).transpose(1, 2)), (size, rounds)
+    ts = [torch.randn(size).to(dtype) for size in sizes]
+    for one, other in [*zip(ts, ts[7:]), (ts[0][:0], ts[50]), (ts[50], ts[0][:0])]:
+        outs = [torch.full_like(t, NAN).transpose(1, 2).contiguous() for t in (one, other)]
+        kernels.transpose_both(*outs, one, other, *one.shape, *other.shape, False)
+        assert all(torch.equal(out, t.transpose(1, 2)) for out, t in zip(outs, (one, other))), (
+            one.shape,
+            other.shape,
+        )
 
 
 @pytest.mark.parametrize("stride", [2, (1, 3), (2, 1)], ids=str)
@@ -1008,30 +1032,34 @@ def test_positions_that_strides_meet(channels, dtype, stride, monkeypatch, devic
     """Filters of one place: no other positions are turned, and their gradient is zero."""
     if device == "cpu":
         pytest.skip("a GPU's way")
-    monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.TURNED)
+    monkeypatch.setattr(layouts, "fastest", lambda *given: layouts.TURNED)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(channels, 8, 1, stride), nn.SiLU()).to(dtype)
     for size in ((5, 8), (12, 13), (1, 2)):
         run = assert_rule(model, torch.randn(2, channels, *size).to(dtype), label=str(size))
         down, across = model[0].stride
-        assert (2, channels, *size, down, across, False) in run.plan.transposes
+        assert (
+            "transpose_picked",
+            (2, channels, *size, down, across, False),
+            (0,),
+        ) in run.plan.turns.launches
         dx = run.results["gradient of x"].clone()
         assert dx.count_nonzero() and dx.is_contiguous()
         dx[:, :, ::down, ::across] = 0
         assert not dx.count_nonzero()
 
 
-@pytest.mark.parametrize("layout", [schedule.TURNED, schedule.FOR_TF32])
+@pytest.mark.parametrize("layout", [layouts.TURNED, layouts.FOR_TF32])
 def test_filters_of_one_place(layout, monkeypatch, device):
     """They lie as channels last already; nothing is launched for them but to round."""
     if device == "cpu":
         pytest.skip("a GPU's way")
-    monkeypatch.setattr(schedule, "_layout", lambda *given: layout)
+    monkeypatch.setattr(layouts, "fastest", lambda *given: layout)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.ReLU()), rounded(torch.randn(2, 3, 5, 7))
     model[0].weight.data = rounded(model[0].weight.data)
     run = assert_rule(model, x, backward=False)
-    assert (1 in [columns for _, _, columns, _ in run.plan.transposes]) == (layout == schedule.FOR_TF32)
+    assert any(1 in numbers for _, numbers, _ in run.plan.turns.launches) == (layout == layouts.FOR_TF32)
 
 
 @pytest.mark.parametrize("saving", [False, True])

@@ -55,6 +55,11 @@ def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
     return [*map(told, segments)]
 
 
+def rounds(segment: Segment, x: Tensor) -> bool:
+    """Are operands channels last that in eager are in planes, and TF32?"""
+    return segment.result is not None and x.dtype == torch.float32
+
+
 def is_kept(segment: Segment, x: Tensor, weight: Tensor, y: Tensor) -> bool:
     """Does the result y lie channels last, with an x and filters like these?"""
     if segment.result not in (OPERAND, KEPT) or library.device_type(x) != "cuda":

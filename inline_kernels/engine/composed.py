@@ -273,9 +273,9 @@ def describe(case: Case) -> str:
     return "the convolution runs inside our kernels"
 
 
-def saved(case: Case) -> list[tuple[list, torch.dtype]]:
+def saved(case: Case) -> list[tuple[list, torch.dtype, torch.memory_format]]:
     call = Call(case)
-    return [([size], kind) for size, kind in call.sizes(call.forward).values()]
+    return [([size], kind, torch.contiguous_format) for size, kind in call.sizes(call.forward).values()]
 
 
 # -------------------------------------------------------------------------------------------------------------------- running
@@ -307,10 +307,10 @@ class Plan:
         self.kept = [*self.made, *(self.convolves if call.saving else [])]
         kernels = inline_loader.load(**call.request([call.forward.name], call.defines(call.forward.name)))
         # A situation's arguments are alike, and what is written is new.
-        bound = self._bound(kernels, call.forward, call.numbers(call.forward), trusting=True)
+        bind = self._binding(kernels, call.forward, call.numbers(call.forward), trusting=True)
         shapes = {"y": call.shape, **{name: (size,) for name, (size, _) in self.made.items()}}
         self.launch = self._launch(
-            bound, call.forward, call.arguments, self.convolves, shapes, launching.ANYWHERE
+            bind, call.forward, call.arguments, self.convolves, shapes, launching.ANYWHERE
         )
         names = [*self.convolves, *self.launch.made]
         self.results = launching.picking([names.index(name) for name in ("y", *self.kept)])
@@ -323,14 +323,14 @@ class Plan:
                     self.made |= call.sizes(each)
         call.case, call.arguments = None, ()  # which nothing here shall keep
 
-    def _bound(self, kernels, launcher: Launcher, numbers: Sequence, trusting: bool = False) -> Callable:
+    def _binding(self, kernels, launcher: Launcher, numbers: Sequence, trusting: bool = False) -> Callable:
         known = [getattr(kernels, each)() if isinstance(each, str) else each for each in numbers]
-        how = {"trusting": True} if trusting else {"new": sum(p.written for p in launcher.parameters)}
-        return getattr(kernels, launcher.name).bound(*known, **how)
+        new = sum(p.written for p in launcher.parameters)
+        return functools.partial(getattr(kernels, launcher.name).bound, *known, trusting=trusting, new=new)
 
     def _launch(
         self,
-        bound: Callable,
+        bind: Callable,
         launcher: Launcher,
         arguments: Sequence,
         given: Sequence[str],
@@ -354,7 +354,7 @@ class Plan:
             table.append(
                 launching.Entry(p.name, self.types[p.ctype], at, shape, p.written, channels, aligned)
             )
-        return launching.Launch(bound, table, arguments, given, self.seed + 1 if draws else None)
+        return launching.Launch(bind, table, arguments, given, self.seed + 1 if draws else None)
 
     def planned_back(self, wanted: tuple[bool, bool], arguments: Sequence, saved: Sequence[Tensor]) -> Back:
         """Where dx, and dweight, are wanted or not."""
@@ -376,10 +376,10 @@ class Plan:
             if name in read and self._is_ready(i, t, read[name])
         ]
         there, types, launches = ["dy", *self.kept, *[self.names[i] for i in reads]], {}, []
-        for launcher, bound in steps:
+        for launcher, bind in steps:
             written = {p.name: self.types[p.ctype] for p in launcher.parameters if p.written}
             given = ["" if name in written else name for name in there]
-            launches.append(self._launch(bound, launcher, arguments, given, shapes, 0))
+            launches.append(self._launch(bind, launcher, arguments, given, shapes, 0))
             there, types = [*given, *launches[-1].made], types | written
         own = [
             next((d for d in (f"d{name}", f"d_{name}") if d in shapes and d in there), None)
@@ -403,11 +403,11 @@ class Plan:
         """What backward launches. Launchers of which another build has none are built alone."""
         chosen, others = self._chosen(wanted), self._chosen((False, wanted[1]))
         groups = [[each for each in chosen if (each in others) is shared] for shared in (True, False)]
-        bound = {}
+        binding = {}
         for group in filter(None, groups):
             kernels = inline_loader.load(**self.request([each.name for each in group]))
-            bound |= {each: self._bound(kernels, each, self.backwards[each]) for each in group}
-        return [(each, bound[each]) for each in chosen]
+            binding |= {each: self._binding(kernels, each, self.backwards[each]) for each in group}
+        return [(each, binding[each]) for each in chosen]
 
     def _chosen(self, wanted: tuple[bool, bool]) -> list[Launcher]:
         unwanted = {

@@ -17,6 +17,7 @@ by sample, by plain sums and the same tail; where there is none it ends at once 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from . import cases, choice, library, mainloops, programs, schedule, source, til
 from .algebra import reordered
 from .cases import Case
 from .graph import ELEMENTS, Node, order
-from .launching import Entry, Launch
+from .launching import Entry, Launch, new_of
 from .mainloops import Job, Mainloop
 from .passes import Array, Program, Root, Unsupported, over_windows
 from .scalars import SCALARS, compared
@@ -508,18 +509,13 @@ def describe(case: Case) -> str:
 @dataclass
 class Plan:
     """`rest` computes y from the launcher's only result, or has backward. copies: of arguments, by number, in what forward saves behind the
-    launcher's results, of `room` doubles: the first of their own, and how many numbers they have. turned: the arguments that lie channels
-    last, x and perhaps the weight; then so does y."""
+    launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last: do x and y lie channels last?"""
 
     launch: Launch
     rest: schedule.Plan | None
     copies: Sequence[tuple[int, int, int]]
     room: int = 0
-    turned: Sequence[int] = ()
-
-    @property
-    def last(self) -> bool:
-        return bool(self.turned)
+    last: bool = False
 
 
 def plan(case: Case, edited: str | None = None) -> Plan:
@@ -542,23 +538,14 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     shape = [*whole[:2], *whole[5 - segment.graph.dimensions :]]
     defines = request["defines"]
     turned = [0] * bool(defines.get("LAST")) + [weight_at] * bool(defines.get("WEIGHT_LAST"))
-    if turned:
-        shape = [shape[0], *shape[2:], shape[1]]
     beside = [schedule._shape(rest, rest.composed.forward, array) for array in written.results[1:]]
     made = zip(written.results, _dtypes(written, case), [shape, *beside])
     table = [Entry(array.name, kind, None, size) for array, kind, size in made]
-    table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at), *behind]
-    launch = Launch(kernels.forward.bound(*numbers, trusting=True), table, _given_last(arguments, turned))
-    return Plan(launch, rest, *_copies(segment, rest if saving else None), turned)
-
-
-def _given_last(arguments: Sequence, turned: Sequence[int]) -> Sequence:
-    if not turned:
-        return arguments
-    found = [*arguments]
-    for i in turned:
-        found[i] = found[i].movedim(1, -1)
-    return found
+    table[0] = table[0]._replace(last=bool(turned))
+    table += [Entry(name, x.dtype, at, last=at in turned) for name, at in (("x", 0), ("weight", weight_at))]
+    bind = functools.partial(kernels.forward.bound, *numbers, trusting=True, new=new_of(table))
+    launch = Launch(bind, [*table, *behind], arguments)
+    return Plan(launch, rest, *_copies(segment, rest if saving else None), bool(turned))
 
 
 def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, int]], int]:
@@ -576,9 +563,9 @@ def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, i
 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
-    found = plan.launch.run(_given_last(arguments, plan.turned))
-    if plan.turned:
-        return [found[0].movedim(-1, 1)]
+    found = plan.launch.run(arguments)
+    if plan.last:
+        return found
     if plan.rest and not plan.rest.saving:
         return plan.rest.launch.run(arguments, found[0])[:1]
     if plan.copies:

@@ -114,7 +114,7 @@ class Edited:
         if isinstance(composed := self._gradient(case), str):
             return own
         copies = self._copies(case.segment, schedule.Plan.of(case, composed))
-        return [(shape, to) for _, shape, to in copies] + own
+        return [(shape, to, torch.contiguous_format) for _, shape, to in copies] + own
 
     def backward(
         self,

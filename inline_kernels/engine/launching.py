@@ -27,16 +27,17 @@ class Entry(NamedTuple):
     written: bool = False
     channels: int = 0  # how many elements an argument has, as it is read: a parameter's only one stands for all; 0: its own
     aligned: int = 2  # from how many dimensions on an argument is read 16 bytes at a time
-    last: bool = False  # is an argument read channels last?
+    last: bool = False  # does it lie channels last, where the launcher's array is (N, …, C)?
 
 
 class Launch:
     """A launcher for arguments of one kind: `run(arguments, *given)` allocates what is to be made, runs it, and returns that, of the
-    names `made`. given: the names of what is there beside the arguments. number: of an argument, a number, behind the tensors."""
+    names `made`. bind: gives what is run, of the tensors that lie channels last. given: the names of what is there beside the arguments.
+    number: of an argument, a number, behind the tensors."""
 
     def __init__(
         self,
-        bound: Callable,
+        bind: Callable[..., Callable],
         table: Sequence[Entry],
         arguments: Sequence,
         given: Sequence[str] = (),
@@ -44,7 +45,8 @@ class Launch:
     ):
         none = [e for e in table if e.shape is not None and not math.prod(e.shape)]
         new = [e for e in table if e.shape is not None and e not in none]
-        self.bound, self.made = bound, [*(e.name for e in new), *(e.name for e in none)]
+        self.bound = bind(last=[i for i, e in enumerate(table) if e.last and e not in none])
+        self.made = [*(e.name for e in new), *(e.name for e in none)]
         self.none = [arguments[0].new_empty(0, dtype=e.dtype) for e in none]
         self.like = [_without_memory(arguments[0], entry) for entry in new]
         places = [*[None] * len(arguments), *given, *self.made]
@@ -97,15 +99,16 @@ def picking(places: Sequence[int]) -> Callable:
 
 def _without_memory(x: Tensor, entry: Entry) -> Tensor:
     """A tensor on x's device to make others like it."""
-    t = torch.empty(entry.shape, dtype=entry.dtype, device=x.device)
-    t.untyped_storage().resize_(0)
-    return t
+    return library.without_memory(x, entry.shape, entry.dtype, _layout(entry, len(entry.shape)))
+
+
+def _layout(entry: Entry, dimensions: int) -> torch.memory_format:
+    return library.CHANNELS_LAST[dimensions] if entry.last else torch.contiguous_format
 
 
 def _is_ready(t: Tensor, entry: Entry) -> bool:
-    alike = (
-        t.dtype == entry.dtype and not entry.last and t.is_contiguous() and entry.channels in (0, t.numel())
-    )
+    alike = t.dtype == entry.dtype and t.is_contiguous(memory_format=_layout(entry, t.dim()))
+    alike = alike and entry.channels in (0, t.numel())
     return alike and (t.dim() < entry.aligned or t.data_ptr() % 16 == 0)
 
 
@@ -114,6 +117,5 @@ def _as_read(t: Tensor, entry: Entry) -> Tensor:
     t = t if t.dtype == entry.dtype else t.detach().to(entry.dtype)
     if entry.channels not in (0, t.numel()):
         return t.detach().reshape(-1).expand(entry.channels).contiguous()
-    if entry.last:
-        t = t.detach().movedim(1, -1)
-    return library.aligned(t) if t.dim() >= entry.aligned else t.contiguous()
+    layout = _layout(entry, t.dim())
+    return library.aligned(t, layout) if t.dim() >= entry.aligned else t.contiguous(memory_format=layout)

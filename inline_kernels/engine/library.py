@@ -39,8 +39,11 @@ def output_size(x: Tensor, weight: Tensor) -> list[int]:
 # -------------------------------------------------------------------------------------------------------------- layouts
 
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+
+
 def channels_last(x: Tensor) -> torch.memory_format:
-    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    return CHANNELS_LAST[x.dim()]
 
 
 def is_channels_last(*tensors: Tensor) -> bool:
@@ -82,9 +85,18 @@ def contiguous(t: Tensor, layout: torch.memory_format = torch.contiguous_format)
     return t.contiguous(memory_format=layout)
 
 
-def aligned(t: Tensor) -> Tensor:
-    """t as kernels read it that copy up to 16 bytes at a time: contiguous, and at a multiple of so many."""
-    return t.clone(memory_format=torch.contiguous_format) if t.data_ptr() % 16 else t.contiguous()
+def aligned(t: Tensor, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """t as kernels read it that copy up to 16 bytes at a time: in that layout, and at a multiple of so many."""
+    return t.clone(memory_format=layout) if t.data_ptr() % 16 else t.contiguous(memory_format=layout)
+
+
+def without_memory(
+    x: Tensor, shape: Sequence[int], dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format
+) -> Tensor:
+    """On x's device, to make others like it."""
+    t = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout)
+    t.untyped_storage().resize_(0)
+    return t
 
 
 def all_aligned(*tensors: Tensor) -> list[Tensor]:
@@ -179,11 +191,11 @@ def _itself(x: Tensor, *_) -> Tensor:
     return x
 
 
-def convolve(how: Convolution, x: Tensor, weight: Tensor, laid_out: Callable | None = None) -> Tensor:
-    """v, contiguous; where its operands are to be laid_out, as the library gives it."""
+def convolve(how: Convolution, x: Tensor, weight: Tensor, operands: Callable | None = None) -> Tensor:
+    """v, contiguous; or, of the operands that are made of x and the weight, as the library gives it."""
     x = how.image(x) if how.around else x
-    if laid_out:
-        return how.run(laid_out(x), laid_out(weight), None, *how.settings)
+    if operands:
+        return how.run(*operands(x, weight), None, *how.settings)
     return how.run(x, weight, None, *how.settings).contiguous()
 
 
@@ -193,10 +205,10 @@ def convolve_backward(
     x: Tensor,
     weight: Tensor,
     needs: Sequence[bool],
-    laid_out: Callable | None = None,
+    operands: Callable | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and weight that are needed; that of weight lies as the weight does, or, where operands are to be laid_out, as the library
-    gives it."""
+    """The gradients of x and weight that are needed; that of weight lies as the weight does, or, of the operands that are made of x and the weight,
+    as the library gives it."""
     if how.is_nothing:
         return dz if needs[0] else None, None
     image = x
@@ -205,12 +217,12 @@ def convolve_backward(
             x = x.detach().requires_grad_()
             padded = how.image(x)
         image = padded.detach()
-    if laid_out:
-        image, weight = laid_out(image), laid_out(weight)
+    if operands:
+        image, weight = operands(image, weight)
     dx, dw, _ = _convolution_backward(dz, image, weight, *how.behind, (*needs, False))
     if needs[0] and how.around:
         (dx,) = torch.autograd.grad(padded, x, dx)
-    if needs[1] and not laid_out:
+    if needs[1] and not operands:
         dw = dw.contiguous(memory_format=how.lies)
     return dx if needs[0] else None, dw if needs[1] else None
 

@@ -243,8 +243,14 @@ class SegmentOperator:
         y = torch.empty_like(self.reference(a), dtype=dtype)
         if not saving:
             return [y]
-        saved = self.schedule.saved(self._case(a, True, dtype))
-        return [y, *[x.new_empty(shape, dtype=kind) for shape, kind in saved]]
+        saved = self.schedule.saved(self._case(a, True, dtype, y))
+        return [
+            y,
+            *[
+                torch.empty(shape, dtype=kind, device=x.device, memory_format=lies)
+                for shape, kind, lies in saved
+            ],
+        ]
 
     def _gradients(self, a: tuple) -> list[Tensor]:
         x, weight = a[0], a[self.inputs]

@@ -23,14 +23,18 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.engine import library
 
-from . import between, gradients, precision, source, strips
+from . import between, gradients, layouts, source, strips
 from .cases import CTYPES, Case, Sizes, first_number, places
 from .graph import ELEMENTS, Space
 from .launching import Entry, Launch, new_of, picking
+from .layouts import FOR_TF32, PLANES, TURNED, UNITS
 from .passes import Array, Planes, Program, Unsupported
 from .programs import Composed, composed_of, kind_for
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
+
+_FEW_PARTS = 32  # reduce.cuh's kFewParts: more are merged by a launch of their own
+_BLOCKS = 384  # that keep a GPU busy
 
 
 @dataclass
@@ -47,9 +51,8 @@ class Plan:
     device: str
     kernels: object = None
     convolution: library.Convolution | None = None
-    plain: bool = False  # is v as the library gives it in eager's layout?
-    image: Callable | None = None  # gives x as the library takes it, of the plan and x
-    own: Callable | None = None  # gives v of x and the weight, contiguous, in the library's place
+    convolve: Callable | None = None  # gives v of x and the weight, as forward's passes read it
+    own: Callable | None = None  # the same, contiguous, in the library's place
     layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     last: bool = False  # are all arrays of positions and channels channels last? Then so is y
@@ -58,7 +61,6 @@ class Plan:
     results: Callable | None = None  # gives what forward returns, of what launch is given and makes
     backward: dict[tuple, Back] = field(default_factory=dict)  # by what is asked for
     turned: tuple | None = None  # of `_input_gradient`: the size of dx, and what is launched
-    transposes: dict[tuple, Callable] = field(default_factory=dict)  # by their numbers
     pieces: Sequence[
         tuple[int, int, Plan]
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
@@ -70,6 +72,20 @@ class Plan:
         sizes, composed = case.sizes, composed or composed_of(case.segment, kind_for(case))
         dtypes = case.x.dtype, case.parameter_dtype, case.dtype
         return cls(case.segment, composed, sizes, *dtypes, case.saving, case.device)
+
+    @functools.cached_property
+    def turns(self) -> layouts.Turns:
+        return layouts.Turns(self.kernels)
+
+    @functools.cached_property
+    def given_lie(self) -> list[torch.memory_format]:
+        """dy, and what forward saves."""
+        last = library.CHANNELS_LAST[2 + self.segment.graph.dimensions]
+        are_last = [
+            _has_channels(self.segment.outputs[0].space),
+            *[a.name == "v" for a in self.composed.saved],
+        ]
+        return [last if self.last and each else torch.contiguous_format for each in are_last]
 
     @functools.cached_property
     def shape(self) -> list[int]:
@@ -86,16 +102,11 @@ def _build(case: Case) -> dict:
     name = "tail_" + source.identifier(case.segment.conv.name)
     composed = composed_of(case.segment, kind_for(case))
     layout = {"CHANNELS_LAST": "1"} if _is_last(case, composed) else {}
-    if layout and _is_between(case.segment, case.x):
+    if layout and between.rounds(case.segment, case.x):
         layout["ROUNDS_Y"] = "1"
         if case.saving and not case.segment.conv.is_nothing:
             layout["ROUNDS_DZ"] = str(int(between.differentiates_last(case.segment, case.x, case.weight)))
     return {"name": name, "source": composed.text, "device": case.device, "defines": case.defines | layout}
-
-
-def _is_between(segment, x: Tensor) -> bool:
-    """Are operands channels last that in eager are in planes, and TF32 (between.py)?"""
-    return segment.result is not None and x.dtype == torch.float32
 
 
 def _is_last(case: Case, composed: Composed) -> bool:
@@ -130,26 +141,25 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
     found.own = own
     found.layout = _turned(found, found.composed.forward, found.runs)
     _divide(found, case.arguments)
-    found.plain = not (own or found.last or found.runs or found.strips.get("forward"))
     found.pieces = () if piece else _pieces(found, case, edited)
     _set_launch(found, case.arguments, piece)
+    found.convolve = layouts.convolving(found, case.x, case.weight)
     return found
 
 
 def _set_layout(plan: Plan, case: Case, own: bool) -> None:
     plan.last = _is_last(case, plan.composed)
-    plan.runs = PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
-    plan.image = _image(case.segment, case.x, plan.runs)
+    plan.runs = PLANES if own else layouts.fastest(case.segment, case.x, case.weight, "forward")
     if plan.last:
-        of_tf32 = _is_between(case.segment, case.x) and not case.segment.conv.is_nothing
+        of_tf32 = between.rounds(case.segment, case.x) and not case.segment.conv.is_nothing
         plan.runs = FOR_TF32 if of_tf32 else TURNED
 
 
-def _image(segment, x: Tensor, layout: int) -> Callable | None:
-    """What makes of a plan and an x between convolutions what the library takes; None: nothing."""
-    if not _is_between(segment, x) or not library.is_channels_last(x) or segment.conv.is_nothing:
-        return None
-    return _in_planes if layout == PLANES else None if segment.of_operand else _rounded
+def _turned(plan: Plan, program: Program, layout: int) -> int:
+    """The layout in which a program's passes have the convolution's side, where the library has it in that."""
+    if plan.last:
+        return TURNED
+    return layout if program.turned and plan.sizes.C % 8 == 0 else PLANES
 
 
 def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
@@ -160,7 +170,7 @@ def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
     over = not (keeps_v or turned or composed.own.convolution) and plan.value_dtype == plan.dtype
     over = over and not plan.segment.conv.is_nothing  # v is x
     plan.in_place = over and not piece and _may_write_over_v(composed)
-    given, shapes = ("v", "y") if piece or plan.in_place else ("v",), {"y": _in_order(plan, plan.shape)}
+    given, shapes = ("v", "y") if piece or plan.in_place else ("v",), {"y": plan.shape}
     if divided:
         given = "image", "filters"
         kept = keeps_v or source.keeps_v(composed.forward)
@@ -170,16 +180,7 @@ def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
         plan, plan.kernels.forward, composed.forward, composed.forward_names, arguments, given, shapes, True
     )
     names = [*given, *plan.launch.made]
-    picked = picking([names.index(name) for name in ("y", *[array.name for array in composed.saved])])
-    plan.results = _with_y_first_turned(picked) if plan.last and _y_has_channels(plan) else picked
-
-
-def _with_y_first_turned(picked: Callable) -> Callable:
-    def results(items: list) -> list:
-        y, *saved = picked(items)
-        return [y.movedim(-1, 1), *saved]
-
-    return results
+    plan.results = picking([names.index(name) for name in ("y", *[array.name for array in composed.saved])])
 
 
 def _divide(plan: Plan, arguments: Sequence) -> None:
@@ -268,7 +269,9 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
         lanes = _lanes_across(packs)
         most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
         if sums:  # a lane has eight positions, of which it reads four at once
-            return _shares(-(-most // 8), plan.sizes.N * side_by_side)
+            planes = plan.sizes.N * side_by_side
+            parts = _shares(-(-most // 8), planes)
+            return _FEW_PARTS if parts > _FEW_PARTS and planes * _FEW_PARTS >= _BLOCKS else parts
         return max(_shares(most, plan.sizes.N * side_by_side), most // 4)
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
@@ -325,15 +328,6 @@ def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
     return [*shape, 3] if array.kind == "moments" else shape
 
 
-def _in_order(plan: Plan, shape: Sequence[int]) -> list[int]:
-    """Of eager's shape, in the order in which a result's elements lie."""
-    return [shape[0], *shape[2:], shape[1]] if plan.last and _y_has_channels(plan) else [*shape]
-
-
-def _y_has_channels(plan: Plan) -> bool:
-    return _has_channels(plan.segment.outputs[0].space)
-
-
 def _bytes(plan: Plan, program: Program, array: Array) -> int:
     return math.prod(_shape(plan, program, array)) * _dtype(plan, array).itemsize
 
@@ -357,11 +351,22 @@ def launch_of(
         shape = None
         if place is None and array.name not in given:
             shape = shapes[array.name] if array.name in shapes else _shape(plan, program, array)
-        last = plan.last and place is not None and _has_channels(array.space)
+        last = _lies_last(plan, program, array, place is not None)
         table.append(Entry(array.name, _dtype(plan, array), place, shape, array in made, last=last))
-    how = {"trusting": True} if trusting else {"new": new_of(table)}
-    bound = launcher.bound(*_numbers(plan, program, names, arguments), **how)
-    return Launch(bound, table, arguments, given, at["seed"] + 1 if names.random else None)
+    numbers = _numbers(plan, program, names, arguments)
+    bind = functools.partial(launcher.bound, *numbers, trusting=trusting, new=new_of(table))
+    return Launch(bind, table, arguments, given, at["seed"] + 1 if names.random else None)
+
+
+def _lies_last(plan: Plan, program: Program, array: Array, comes_in: bool) -> bool:
+    """Is it a tensor that lies channels last? What is kept for backward, which nobody else sees, is none."""
+    turned = plan.layout in (TURNED, FOR_TF32)
+    if array.name == "v":  # which backward finds in planes
+        return plan.last or turned and program is plan.composed.forward
+    if array.name == "dz":
+        return plan.last or turned
+    known = comes_in or array.name in ("y", "dy") or array.name.startswith("d_")
+    return known and plan.last and _has_channels(array.space)
 
 
 # -------------------------------------------------------------------------------------------------------------- execution
@@ -372,23 +377,12 @@ def forward(plan: Plan, arguments: Sequence) -> Sequence[Tensor]:
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
     x, weight = arguments[0], arguments[len(plan.segment.inputs)]
-    if plan.image:
-        x = plan.image(plan, x)
     if divided := plan.strips.get("forward"):
         given = divided.image.of(x), weight.contiguous()
     else:
-        v = library.convolve(plan.convolution, x, weight) if plan.plain else _convolved(plan, x, weight)
+        v = plan.convolve(x, weight)
         given = (v, v) if plan.in_place else (v,)
     return plan.results([*given, *plan.launch.run(arguments, *given)])
-
-
-def _convolved(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
-    """v, as forward's passes read it."""
-    if plan.own:
-        return plan.own(x, weight)
-    if plan.last:
-        return library.aligned(library.convolve(plan.convolution, x, weight, _operands(plan)).movedim(1, -1))
-    return _laid_out(plan, x, weight) if plan.runs else library.convolve(plan.convolution, x, weight)
 
 
 def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
@@ -403,22 +397,19 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
 
 class Back(NamedTuple):
     """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
-    the convolution's), those that are `converted` then, or `turned`, from channels last; dz; dweight, where it is our own; passes. The library is
-    asked for (dx, dw), in `layout`; or `ours` gives dw, of dz, x and the weight, and dx where the library isn't asked for it. alone: the library
-    gives what is asked for, of dz in eager's layout. image: gives x as the library takes it, as Plan's."""
+    the convolution's), those that are `converted` then; dz; dweight, where it is our own; passes. `library` gives of dz, x and the weight
+    the gradients of the latter, None where it isn't asked; `ours` that of the weight, and that of x where the library isn't asked for it;
+    input_gradient: so does, of x, a launcher of the source."""
 
     launch: Launch | None
     gradients: Sequence[int | None]
-    converted: Sequence[tuple[int, torch.Size, torch.dtype]]
-    turned: Sequence[int]
-    library: tuple[bool, bool]
-    layout: int
+    converted: Sequence[tuple[int, torch.Size, torch.dtype]] = ()
     dz: int | None = None
     dweight: int | None = None
     passes: int | None = None
+    library: Callable | None = None
     ours: Callable | None = None
-    alone: bool = False
-    image: Callable | None = None
+    input_gradient: bool = False
 
 
 def backward(
@@ -428,39 +419,39 @@ def backward(
     weight_at = len(plan.segment.inputs)
     x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
     back, made, passes = plan.backward.get((*asked, True)) or _back(plan, *asked, True, arguments), (), 1
-    dy = dy.movedim(1, -1) if plan.last and _y_has_channels(plan) else dy
-    given = library.aligned(dy) if dy.data_ptr() % 16 or not dy.is_contiguous() else dy, *saved
     if back.launch:
-        image = (plan.strips["backward"].image.of(x),) if back.passes is not None else ()
-        made = back.launch.run(arguments, *given, *image)
+        # A user's hooks may give what was saved back in other strides; the library takes its operands as they come.
+        given = [_lying(t, layout) for t, layout in zip((dy, *saved), plan.given_lie)]
+        if back.passes is not None:
+            given.append(plan.strips["backward"].image.of(x))
+        made = back.launch.run(arguments, *given)
         passes = 1 if back.passes is None else made[back.passes].item()
         if passes & 2:  # the library says what is infinite
             back = _back(plan, *asked, False, arguments)
-            made = back.launch.run(arguments, *given, *image)
+            made = back.launch.run(arguments, *given)
     found = [None if place is None else made[place] for place in back.gradients]
     for i, shape, dtype in back.converted:
         found[i] = found[i].view(shape).to(dtype)
-    for i in back.turned:
-        found[i] = found[i].movedim(-1, 1)
     if not passes:
         found[0], found[weight_at] = (
             t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
         )
-    elif back.alone:
-        of_library = library.convolve_backward(plan.convolution, made[back.dz], x, weight, asked)
-        found[0], found[weight_at] = of_library
     elif back.dz is not None:
-        dz, both = made[back.dz], (None, None)
-        if any(back.library):
-            image = back.image(plan, x) if back.image else x
-            both = _convolution_gradients(plan, dz, image, weight, back.library, back.layout)
+        dz = made[back.dz]
+        if back.library:
+            found[0], found[weight_at] = back.library(dz, x, weight)
         if back.ours:
             own_dx, found[weight_at] = back.ours(dz, x, weight)
-            found[0] = both[0] if back.library[0] else own_dx
-        else:
-            found[0] = _input_gradient(plan, dz, weight) if needs[0] and not back.library[0] else both[0]
-            found[weight_at] = both[1] if back.dweight is None else made[back.dweight]
+            found[0] = own_dx if own_dx is not None else found[0]
+        if back.input_gradient:
+            found[0] = _input_gradient(plan, dz, weight)
+        if back.dweight is not None:
+            found[weight_at] = made[back.dweight]
     return found + [None] * len(plan.segment.buffers)
+
+
+def _lying(t: Tensor, layout: torch.memory_format) -> Tensor:
+    return library.aligned(t, layout) if t.data_ptr() % 16 or not t.is_contiguous(memory_format=layout) else t
 
 
 def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
@@ -479,25 +470,18 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         dx and not (composed.own.input_gradient or gradients.gives_both(way)),
         dw and not (divided and own or way),
     )
-    layouts = [_layout(segment, x, weight, of) for of, need in zip(("dx", "dw"), of_library) if need]
-    layout = UNITS if way == gradients.PACKED else min(layouts, default=PLANES)
-    if plan.last and _is_between(segment, x) and not segment.conv.is_nothing:
+    asked = [of for of, need in zip(("dx", "dw"), of_library) if need]
+    layout = min([layouts.fastest(segment, x, weight, of) for of in asked], default=PLANES)
+    layout = UNITS if way == gradients.PACKED else layout
+    if plan.last and between.rounds(segment, x) and not segment.conv.is_nothing:
         layout = FOR_TF32 if between.differentiates_last(segment, x, weight) else PLANES
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
-        return Back(
-            None, [None] * (len(segment.inputs) + len(segment.parameters)), (), (), of_library, layout
-        )
+        return Back(None, [None] * (len(segment.inputs) + len(segment.parameters)))
     own, given, shapes = bool(own and dw and divided), ["dy", *[array.name for array in composed.saved]], {}
     names, converted = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters], []
-    turned: list[int] = []
     for i, (root, t) in enumerate(zip(map(roots.get, names), arguments)):
-        if not root:
-            continue
-        if plan.last and i < len(segment.inputs) and _has_channels(root.space):
-            shapes[root.name] = [t.shape[0], *t.shape[2:], t.shape[1]]
-            turned.append(i)
-        elif (shapes.setdefault(root.name, t.shape), _dtype(plan, root)) != (t.shape, t.dtype):
+        if root and (shapes.setdefault(root.name, t.shape), _dtype(plan, root)) != (t.shape, t.dtype):
             converted.append((i, t.shape, t.dtype))
     if divided:
         given.append("image")
@@ -510,12 +494,19 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     )
     place = {name: i for i, name in enumerate(launch.made)}
     found = [place[root.name] if root else None for root in map(roots.get, names)]
-    dz, dweight = place["dz"] if roots["z"] else None, place["dweight"] if own else None
-    ours, alone = gradients.planned(way, segment, x, weight, dx) if way else None, of_library == (dx, dw)
-    image = None if way else _image(segment, x, layout)
-    alone = alone and any(of_library) and dz is not None and not (own or ours or plan.last or layout or image)
-    passes = place.get("passes")
-    return Back(launch, found, converted, turned, of_library, layout, dz, dweight, passes, ours, alone, image)
+    return Back(
+        launch,
+        found,
+        converted,
+        place["dz"] if roots["z"] else None,
+        place["dweight"] if own else None,
+        place.get("passes"),
+        layouts.differentiating(plan, x, weight, of_library, layout, bool(side.last or side.layout))
+        if any(of_library)
+        else None,
+        gradients.planned(way, segment, x, weight, dx) if way else None,
+        dx and not of_library[0] and not way,
+    )
 
 
 def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:
@@ -539,144 +530,17 @@ def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
     return dx
 
 
-# ------------------------------------------------------------------------- the library's convolution, where it is channels last
-
-PLANES, TURNED, FOR_TF32, UNITS = range(4)  # kernels/load/turned.cuh's
-
-
-def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
-    """In which layout the library is fastest in "forward", for "dx" or for "dw", and as exact as in eager's."""
-    served = library.device_type(x) == "cuda" and x.dtype != torch.float64
-    if not served or segment.conv.groups > 1 or segment.conv.is_nothing:
-        return PLANES
-    if library.is_channels_last(x, weight):
-        if not _is_between(segment, x):
-            return TURNED
-        last = between.convolves_last if of == "forward" else between.differentiates_last
-        return FOR_TF32 if last(segment, x, weight) else PLANES
-    if weight.dim() == 5 and x.dtype == torch.float32 and of != "forward":
-        return PLANES
-    around = library.padding(segment.conv, weight)
-    if segment.conv.padding_mode != "zeros" or any(before != after for before, after in around):
-        return PLANES
-    if min(weight.shape[:2]) < 32:
-        return PLANES
-    conv, padding = segment.conv, [before for before, _ in around]
-    settings = precision.Settings(conv.stride, padding, conv.dilation)
-    in_tf32 = x.dtype == torch.float32 and precision.runs_tf32(x, weight, of, settings)
-    return FOR_TF32 if in_tf32 else TURNED if x.dtype != torch.float32 else PLANES
-
-
-def _turned(plan: Plan, program: Program, layout: int) -> int:
-    """The layout in which a program's passes have the convolution's side, where the library has it in that."""
-    if plan.last:
-        return TURNED
-    return layout if program.turned and plan.sizes.C % 8 == 0 else PLANES
-
-
-def _laid_out(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
-    """v, convolved channels last, as forward's passes read it, contiguous: (N, C, …) or, turned, (N, …, C)."""
-    how, image = _met(plan, x, weight, plan.runs)
-    v = library.convolve(how, image, weight, lambda t: _channels_last(plan, t, plan.runs))
-    return v.movedim(1, -1).contiguous() if plan.layout else _in_planes(plan, v)
-
-
-def _convolution_gradients(
-    plan: Plan, dz, x, weight, wanted, layout: int
-) -> tuple[Tensor | None, Tensor | None]:
-    N, C, size = plan.sizes.N, plan.sizes.C, plan.sizes.levels["e"][5 - x.dim() :]
-    how, image = plan.convolution, x
-    if plan.last:
-        dz = dz.view(N, *size, C).movedim(-1, 1)
-        laid_out = _operands(plan)
-        if layout == PLANES and _is_between(plan.segment, x) and not how.is_nothing:
-            return library.convolve_backward(how, _in_planes(plan, dz), x, weight, wanted)
-        if layout == FOR_TF32 and not plan.composed.backward.turns:  # it is another gradient, too
-            dz = _rounded(plan, dz)
-    elif not layout:
-        return library.convolve_backward(how, dz, x, weight, wanted)
-    else:
-        turned = _turned(plan, plan.composed.backward, layout)
-        dz = dz.view(N, *size, C).movedim(-1, 1) if turned else dz.view(N, C, *size)
-        laid_out = functools.partial(_channels_last, plan, layout=layout)
-        dz, (how, image) = laid_out(dz), _met(plan, x, weight, layout)
-    dx, dw = library.convolve_backward(how, dz, image, weight, wanted, laid_out)
-    if dx is not None and image is not x:
-        (down, across), dx_met, dx = plan.convolution.settings[0], dx, x.new_zeros(x.shape)
-        dx[:, :, ::down, ::across] = dx_met
-    elif dx is not None and not library.is_channels_last(x, weight):
-        dx = _in_planes(plan, dx)
-    if dw is not None and library.is_channels_last(dw) and not library.is_channels_last(weight):
-        dw = _in_planes(plan, dw)
-    return dx, dw if dw is None else dw.contiguous(memory_format=library.weight_format(weight))
-
-
-def _operands(plan: Plan) -> Callable:
-    """How the library gets x and the filters, where all arrays are channels last: as they are, where that is eager's way."""
-    return functools.partial(_channels_last, plan, layout=plan.runs) if plan.segment.result else lambda t: t
-
-
-def _met(plan: Plan, x: Tensor, weight: Tensor, layout: int) -> tuple[library.Convolution, Tensor]:
-    """Of filters of one place that meet only some of x's positions, these alone, channels last, and the convolution of them; else all of x."""
-    how = plan.convolution
-    stride, padding, *rest = how.settings
-    meets_all = math.prod(stride) == 1 or any(padding) or how.around
-    if x.dim() != 4 or math.prod(weight.shape[2:]) > 1 or meets_all or library.is_channels_last(x):
-        return how, x
-    (N, C, height, width), (down, across) = x.shape, stride
-    size = (height - 1) // down + 1, (width - 1) // across + 1
-    numbers = N, C, height, width, down, across, layout == FOR_TF32
-    if numbers not in plan.transposes:
-        plan.transposes[numbers] = plan.kernels.transpose_picked.bound(*numbers, trusting=True)
-    met = x.new_empty(N, *size, C)
-    plan.transposes[numbers](met, x.contiguous())
-    once = (1, 1)
-    behind = how.behind[0], once, *how.behind[2:]
-    return how._replace(settings=(once, padding, *rest), behind=behind), met.movedim(-1, 1)
-
-
-def _channels_last(plan: Plan, t: Tensor, layout: int) -> Tensor:
-    """t (N, C, …) with such strides, which it may have already. By our own kernel: PyTorch's takes twice as long. It rounds to TF32,
-    because channels last the library cuts off what it rounds in eager's layout."""
-    if library.is_channels_last(t):
-        return t
-    N, C, *size = t.shape
-    return _transposed(plan, t, (N, *size, C), (N, C, math.prod(size), layout == FOR_TF32)).movedim(-1, 1)
-
-
-def _in_planes(plan: Plan, t: Tensor) -> Tensor:
-    """t (N, C, …), channels last, contiguous."""
-    N, C, *size = t.shape
-    return _transposed(plan, t.movedim(1, -1), t.shape, (N, math.prod(size), C, False))
-
-
-def _rounded(plan: Plan, t: Tensor) -> Tensor:
-    """t (N, C, …), channels last, rounded to TF32."""
-    N, C, *size = t.shape
-    return _transposed(plan, t.movedim(1, -1), (N, *size, C), (1, 1, t.numel(), True)).movedim(-1, 1)
-
-
-def _transposed(plan: Plan, t: Tensor, shape: tuple[int, ...], numbers: tuple) -> Tensor:
-    """numbers: the launcher's, behind its tensors. t itself where no element moves or is rounded."""
-    _, rows, columns, rounds = numbers
-    if not rounds and 1 in (rows, columns):
-        return t.contiguous().view(shape)
-    if numbers not in plan.transposes:
-        plan.transposes[numbers] = plan.kernels.transpose.bound(*numbers, trusting=True)
-    out = t.new_empty(*shape)
-    plan.transposes[numbers](out, t.contiguous())
-    return out
-
-
 # ------------------------------------------------------------------------------------------------------------ in words
 
 
-def saved(case: Case) -> list[tuple[list[int], torch.dtype]]:
-    """Shapes and dtypes of what forward saves."""
+def saved(case: Case) -> list[tuple[list[int], torch.dtype, torch.memory_format]]:
+    """Shapes and dtypes of what forward saves, and how it lies."""
     found = Plan.of(case)
-    if any(a.parts is not None for a in found.composed.saved):
+    found.last, arrays = _is_last(case, found.composed), found.composed.saved
+    if any(a.parts is not None for a in arrays):
         _divide(found, case.arguments)
-    return [(_shape(found, found.composed.forward, a), _dtype(found, a)) for a in found.composed.saved]
+    shapes = [_shape(found, found.composed.forward, a) for a in arrays]
+    return [*zip(shapes, [_dtype(found, a) for a in arrays], found.given_lie[1:])]
 
 
 def describe(case: Case, own: str | None = None) -> str:

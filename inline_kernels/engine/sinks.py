@@ -12,6 +12,7 @@ The cheaper one runs, by the time that products take and bytes take (`_recompute
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from . import cases, choice, direct, mainloops, programs, source, tiling
 from .algebra import reordered, statistics_of_v
 from .cases import Case
 from .graph import ELEMENTS, order
-from .launching import Entry, Launch
+from .launching import Entry, Launch, new_of
 from .mainloops import Job, local
 from .passes import Array, Key, Planes, Program, Root, Small, Unsupported
 from .sink_text import Pass, Sink
@@ -379,8 +380,9 @@ def plan(case: Case) -> Launch:
     if found.random:
         table.append(Entry("seed", torch.int64, at["seed"]))
     values = dict(zip(segment.scalars, arguments[cases.first_number(segment) :]))
-    bound = kernels.forward.bound(*[float(values[name]) for name in found.numbers], trusting=True)
-    return Launch(bound, table, arguments, number=at["seed"] + 1 if found.random else None)
+    numbers = [float(values[name]) for name in found.numbers]
+    bind = functools.partial(kernels.forward.bound, *numbers, trusting=True, new=new_of(table))
+    return Launch(bind, table, arguments, number=at["seed"] + 1 if found.random else None)
 
 
 def forward(plan: Launch, arguments: Sequence) -> list[Tensor]:

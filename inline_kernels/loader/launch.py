@@ -187,10 +187,13 @@ def _sizes(tensors: Sequence[Tensor]) -> bytes:
     return struct.pack(f"={len(padded) * (1 + _MOST_DIMS)}q", *[size for each in padded for size in each])
 
 
-def _bound(call: Callable, *last, trusting: bool = False, new: int = 0) -> Callable:
-    """What `Operators` says of `bound`. Raises TypeError where a tensor comes after a number, or is among the last. trusting: the caller knows
+def _bound(
+    call: Callable, *numbers, trusting: bool = False, new: int = 0, last: Sequence[int] = ()
+) -> Callable:
+    """What `Operators` says of `bound`. Raises TypeError where a tensor comes after a number, or is among the numbers. trusting: the caller knows
     that all calls' tensors are like the first's, that none requires a gradient, and that nobody has seen those that are written. new: the
-    same of so many, the first; there are others behind them."""
+    same of so many, the first; there are others behind them. last: of the tensors, those (N, C, …) that lie channels last, where the
+    launcher has an array (N, …, C)."""
     # Of the launcher as `read` finds it: once, and again after an edited cell.
     launched = launch = again = None
     count, split, formats, sized = 0, 0, [], False
@@ -204,12 +207,12 @@ def _bound(call: Callable, *last, trusting: bool = False, new: int = 0) -> Calla
         launcher, *_ = call.launched
         kinds = ["Q" if p.tensor else _FORMATS[p.ctype] for p in launcher.parameters]
         tensors, sized = kinds.count("Q"), any(p.sized for p in launcher.parameters)
-        if "Q" in kinds[tensors:] or len(kinds) - len(last) < tensors:
+        if "Q" in kinds[tensors:] or len(kinds) - len(numbers) < tensors:
             raise TypeError(
-                f"{launcher.name}: expected its tensors first, and only numbers to bind, got {last}"
+                f"{launcher.name}: expected its tensors first, and only numbers to bind, got {numbers}"
             )
         launched, launch = call.launched, call.launched[1]
-        formats, count, split = kinds, tensors, len(kinds) - len(last)
+        formats, count, split = kinds, tensors, len(kinds) - len(numbers)
         first = [f"a{i}" for i in range(split)]
         written = [
             f"{a}, " for i, (a, p) in enumerate(zip(first, launcher.parameters)) if p.written and i >= new
@@ -227,7 +230,8 @@ def _bound(call: Callable, *last, trusting: bool = False, new: int = 0) -> Calla
             again.__code__ = names["again"].__code__
 
     def check(*first) -> None:
-        call(*first, *last)
+        arrays = [a.movedim(1, -1) if i in last else a for i, a in enumerate(first)]
+        call(*arrays, *numbers)
         if launched is not call.launched:
             read()
         if launch is None or _wrap:
@@ -238,9 +242,9 @@ def _bound(call: Callable, *last, trusting: bool = False, new: int = 0) -> Calla
             alike = TensorGuards(*others, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         empty = sum([t.numel() == 0 for t in tensors])
         head = launched[-1], tensors[0].get_device(), empty, split, 0
-        bound = struct.pack("=Qqqqq" + "".join(formats[split:]), *head, *last)
+        bound = struct.pack("=Qqqqq" + "".join(formats[split:]), *head, *numbers)
         if sized:
-            bound += _sizes(tensors)
+            bound += _sizes(arrays[:count])
         known[0] = alike, any([t.requires_grad for t in others]), create_string_buffer(bound, len(bound))
 
     def report(problem: bytes, *first) -> None:
@@ -253,7 +257,7 @@ def _bound(call: Callable, *last, trusting: bool = False, new: int = 0) -> Calla
         launched, known[0], again.__code__ = None, nothing, _anew.__code__
 
     names = {"torch": torch, "_data_ptr": Tensor.data_ptr, "_profiler_enabled": _profiler_enabled}
-    names |= {"_call": call, "_last": last, "_known": known, "_check": check, "_report": report}
+    names |= {"_known": known, "_check": check, "_report": report}
     read()
     again.renew = renew
     call.all_bound.add(again)
@@ -272,7 +276,7 @@ def again({all}, /):
     if not alike({others}):
         return _check({all})
     if (requires_grad and torch.is_grad_enabled()) or _profiler_enabled():
-        return _call({all}, *_last)
+        return _check({all})
 """
 
 TRUSTED = """

@@ -220,7 +220,8 @@ constexpr int kSquare = 64;
 
 // Of jobs, `size` in a row, the row: job / size, where neither is above 2^15.
 struct Jobs {
-  unsigned size, inverse;
+  unsigned size = 0, inverse = 0;
+  Jobs() = default;
   explicit Jobs(int64_t size) : size(unsigned(size)), inverse((1u << 31) / unsigned(size) + 1) {}
   __device__ __forceinline__ unsigned row(unsigned job) const { return unsigned(uint64_t(job) * inverse >> 31); }
 };
@@ -307,13 +308,28 @@ struct TurnedTile {
   }
 };
 
-// source (N, rows, columns) -> out (N, columns, rows).
-__global__ void __launch_bounds__(kPlaneThreads, 4)
-transpose_kernel(value_t* out, const value_t* source, const Turning turning, bool for_tf32) {
+// source (N, rows, columns) -> out (N, columns, rows), by so many blocks.
+struct Turn {
+  value_t* out;
+  const value_t* source;
+  Turning turning;
+  unsigned blocks;
+};
+constexpr int kTurns = 2;
+struct Turns {
+  Turn of[kTurns];
+};
+
+__global__ void __launch_bounds__(kPlaneThreads, 4) transpose_kernel(const __grid_constant__ Turns turns, bool for_tf32) {
   __shared__ __align__(16) value_t shared[kSquare * (kSquare + 1) * kPair];
-  const unsigned n = blockIdx.x / turning.column_tiles / turning.row_tiles;  // 32 bits: a division of 64 costs as much as a tile
-  const int64_t row = int64_t(blockIdx.x / turning.column_tiles % turning.row_tiles) * turning.height;
-  const int64_t column = int64_t(blockIdx.x % turning.column_tiles) * turning.width * kPair;
+  const unsigned which = blockIdx.x >= turns.of[0].blocks, block = blockIdx.x - (which ? turns.of[0].blocks : 0);
+  const Turn& turn = turns.of[which];
+  const Turning& turning = turn.turning;
+  value_t* const out = turn.out;
+  const value_t* const source = turn.source;
+  const unsigned n = block / turning.column_tiles / turning.row_tiles;  // 32 bits: a division of 64 costs as much as a tile
+  const int64_t row = int64_t(block / turning.column_tiles % turning.row_tiles) * turning.height;
+  const int64_t column = int64_t(block % turning.column_tiles) * turning.width * kPair;
   const int64_t begin = int64_t(n) * turning.rows;
   const auto within = [](unsigned size, int64_t left) { return left < size ? unsigned(left) : size; };
   const TurnedTile tile{turning, reinterpret_cast<TurnedTile::Word*>(shared), within(turning.height, turning.rows - row),
@@ -334,9 +350,8 @@ inline int64_t share_of(int64_t size, int64_t most, int64_t unit) {
   return ((size + tiles - 1) / tiles + unit - 1) / unit * unit;
 }
 
-inline void turn(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, Picked picked, bool for_tf32,
-                 cudaStream_t stream) {
-  if (!(N * rows * columns)) return;
+inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, Picked picked) {
+  if (!(N * rows * columns)) return {};
   constexpr int kSector = 32 / sizeof(value_t), kWords = kSquare * kSquare;
   const int64_t words = (columns + kPair - 1) / kPair;
   const int64_t width = share_of(words, words > kSquare && rows < kSquare ? kWords / rows : kSquare, kSector / kPair), pitch = width | 1;
@@ -346,19 +361,22 @@ inline void turn(value_t* out, const value_t* source, int64_t N, int64_t rows, i
   const Jobs loads(width * kPair / (loads_vectors ? kVector : 1)), stores(height / (stores_vectors ? kVector : 1));
   const Turning turning{unsigned(rows),   unsigned(columns), row_tiles,     column_tiles,   unsigned(height),
                         unsigned(width), unsigned(pitch),   loads_vectors, stores_vectors, loads, stores, picked};
-  transpose_kernel<<<unsigned(N) * row_tiles * column_tiles, kPlaneThreads, 0, stream>>>(out, source, turning, for_tf32);
+  return {out, source, turning, unsigned(N) * row_tiles * column_tiles};
 }
-inline void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool for_tf32,
-                      cudaStream_t stream) {
+inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns) {
   if (rows == 1 || columns == 1) rows *= N * columns, N = columns = 1;  // elements stay where they are
-  turn(out, source, N, rows, columns, Picked{unsigned(columns)}, for_tf32, stream);
+  return turn_of(out, source, N, rows, columns, Picked{unsigned(columns)});
+}
+inline void turn(const Turn& one, const Turn& other, bool for_tf32, cudaStream_t stream) {
+  const unsigned blocks = one.blocks + other.blocks;
+  if (blocks) transpose_kernel<<<blocks, kPlaneThreads, 0, stream>>>(Turns{{one, other}}, for_tf32);
 }
 // source (N, rows, height, width) -> out (N, positions, rows), of each down-th row and each across-th column.
 inline void transpose_picked(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t height, int64_t width, int64_t down,
                              int64_t across, bool for_tf32, cudaStream_t stream) {
   const int64_t columns = (width - 1) / across + 1, positions = ((height - 1) / down + 1) * columns;
   const Picked picked{unsigned(height * width), unsigned(width), unsigned(columns), unsigned(down), unsigned(across)};
-  turn(out, source, N, rows, positions, picked, for_tf32, stream);
+  turn(turn_of(out, source, N, rows, positions, picked), {}, for_tf32, stream);
 }
 
 }  // namespace load

@@ -1,0 +1,285 @@
+"""In which layout the library convolves on a GPU, and what turns its operands: decided once for tensors of one kind.
+
+There it is fastest channels last where it runs on tensor cores, and so does what is between convolutions (between.py). `convolving` and
+`differentiating` give functions of tensors that lie as those that they were made for; what they decide is not asked again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import between, library, precision
+
+PLANES, TURNED, FOR_TF32, UNITS = range(4)  # kernels/load/turned.cuh's
+
+
+def fastest(segment, x: Tensor, weight: Tensor, of: str) -> int:
+    """In which layout the library is fastest in "forward", for "dx" or for "dw", and as exact as in eager's."""
+    served = library.device_type(x) == "cuda" and x.dtype != torch.float64
+    if not served or segment.conv.groups > 1 or segment.conv.is_nothing:
+        return PLANES
+    if library.is_channels_last(x, weight):
+        if not between.rounds(segment, x):
+            return TURNED
+        last = between.convolves_last if of == "forward" else between.differentiates_last
+        return FOR_TF32 if last(segment, x, weight) else PLANES
+    if weight.dim() == 5 and x.dtype == torch.float32 and of != "forward":
+        return PLANES
+    around = library.padding(segment.conv, weight)
+    if segment.conv.padding_mode != "zeros" or any(before != after for before, after in around):
+        return PLANES
+    if min(weight.shape[:2]) < 32:
+        return PLANES
+    conv, padding = segment.conv, [before for before, _ in around]
+    settings = precision.Settings(conv.stride, padding, conv.dilation)
+    in_tf32 = x.dtype == torch.float32 and precision.runs_tf32(x, weight, of, settings)
+    return FOR_TF32 if in_tf32 else TURNED if x.dtype != torch.float32 else PLANES
+
+
+class _Turn(NamedTuple):
+    """From planes or channels last to one of these: a tensor like the result, without memory; the source's layout; the launcher's numbers (N, rows,
+    columns); which of (result, source) lie channels last."""
+
+    like: Tensor
+    layout: torch.memory_format
+    numbers: tuple[int, int, int]
+    last: Sequence[bool]
+
+    @classmethod
+    def of(cls, like: Tensor, to_last: bool) -> _Turn:
+        """From the one to the other."""
+        N, C, *size = like.shape
+        to, of = [library.channels_last(like), torch.contiguous_format][:: 1 if to_last else -1]
+        numbers = (N, C, math.prod(size)) if to_last else (N, math.prod(size), C)
+        return cls(
+            library.without_memory(like, like.shape, like.dtype, to), of, numbers, (to_last, not to_last)
+        )
+
+    @property
+    def moves(self) -> bool:
+        return 1 not in self.numbers[1:]
+
+    def source(self, t: Tensor) -> Tensor:
+        return t if t.is_contiguous(memory_format=self.layout) else t.contiguous(memory_format=self.layout)
+
+    def view(self, t: Tensor) -> Tensor:
+        """Where no element moves."""
+        N, C, *size = self.like.shape
+        if self.last[0]:
+            return t.contiguous().view(N, *size, C).movedim(-1, 1)
+        return t.movedim(1, -1).contiguous().view(self.like.shape)
+
+
+class Turns:
+    """Functions that turn tensors by a loaded source's launchers: PyTorch's take twice as long. Each is of tensors like those given here, which
+    it gives back where no element moves or is rounded. What is turned for TF32 is rounded: channels last the library cuts off what it
+    rounds in planes."""
+
+    def __init__(self, kernels: object):
+        self.kernels, self.launches = (
+            kernels,
+            {},
+        )  # by the launcher's name, its numbers, and the tensors that lie channels last
+
+    def channels_last(self, like: Tensor, rounds: bool) -> Callable[[Tensor], Tensor]:
+        """What lies so already comes as it is."""
+        return _itself if library.is_channels_last(like) else self._one(_Turn.of(like, True), rounds)
+
+    def planes(self, like: Tensor) -> Callable[[Tensor], Tensor]:
+        """Of what lies channels last."""
+        return self._one(_Turn.of(like, False), False)
+
+    def both_channels_last(self, one: Tensor, other: Tensor, rounds: bool) -> Callable:
+        """`channels_last` of two tensors."""
+        if library.is_channels_last(one) or library.is_channels_last(other):
+            return _of_each(self.channels_last(one, rounds), self.channels_last(other, rounds))
+        return self._both(_Turn.of(one, True), _Turn.of(other, True), rounds)
+
+    def both_planes(self, one: Tensor, other: Tensor) -> Callable:
+        return self._both(_Turn.of(one, False), _Turn.of(other, False), False)
+
+    def rounded(self, like: Tensor) -> Callable[[Tensor], Tensor]:
+        """To TF32, of what lies channels last."""
+        turn = _Turn.of(like, True)
+        return self._launched(
+            turn._replace(
+                layout=library.channels_last(like), numbers=(1, 1, like.numel()), last=(True, True)
+            ),
+            True,
+        )
+
+    def met(self, like: Tensor, strides: Sequence[int], rounds: bool) -> Callable[[Tensor], Tensor]:
+        """Of an x (N, C, height, width) in planes, every so many rows and columns, channels last."""
+        (N, C, height, width), (down, across) = like.shape, strides
+        size = (height - 1) // down + 1, (width - 1) // across + 1
+        numbers = N, C, height, width, down, across, rounds
+        launch = self._launch("transpose_picked", numbers, (0,))
+        met = library.without_memory(like, (N, C, *size), like.dtype, torch.channels_last)
+
+        def turned(t: Tensor) -> Tensor:
+            out = torch.empty_like(met)
+            launch(out, t.contiguous())
+            return out
+
+        return turned
+
+    def _one(self, turn: _Turn, rounds: bool) -> Callable[[Tensor], Tensor]:
+        return self._launched(turn, rounds) if rounds or turn.moves else turn.view
+
+    def _launched(self, turn: _Turn, rounds: bool) -> Callable[[Tensor], Tensor]:
+        launch = self._launch("transpose", (*turn.numbers, rounds), [i for i in (0, 1) if turn.last[i]])
+        empty_like, like, source = torch.empty_like, turn.like, turn.source
+
+        def turned(t: Tensor) -> Tensor:
+            out = empty_like(like)
+            launch(out, source(t))
+            return out
+
+        return turned
+
+    def _both(self, one: _Turn, other: _Turn, rounds: bool) -> Callable:
+        """By one launch, where both need one."""
+        if not (rounds or one.moves and other.moves):
+            return _of_each(self._one(one, rounds), self._one(other, rounds))
+        last = [
+            i for i, is_last in enumerate((one.last[0], other.last[0], one.last[1], other.last[1])) if is_last
+        ]
+        launch = self._launch("transpose_both", (*one.numbers, *other.numbers, rounds), last)
+        empty_like = torch.empty_like
+
+        def turned(t: Tensor, other_t: Tensor) -> tuple[Tensor, Tensor]:
+            out, other_out = empty_like(one.like), empty_like(other.like)
+            launch(out, other_out, one.source(t), other.source(other_t))
+            return out, other_out
+
+        return turned
+
+    def _launch(self, launcher: str, numbers: tuple, last: Sequence[int]) -> Callable:
+        key = launcher, numbers, tuple(last)
+        if key not in self.launches:
+            bind = getattr(self.kernels, launcher).bound
+            new = 2 if launcher == "transpose_both" else 1
+            self.launches[key] = bind(*numbers, trusting=True, new=new, last=last)
+        return self.launches[key]
+
+
+def _of_each(of_one: Callable, of_other: Callable) -> Callable:
+    return lambda one, other: (of_one(one), of_other(other))
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
+# ------------------------------------------------------------------------------------------------------ forward and backward
+
+
+def image_of(plan, x: Tensor, layout: int) -> Callable[[Tensor], Tensor]:
+    """What makes of an x between convolutions what the library takes in that layout."""
+    segment = plan.segment
+    if not between.rounds(segment, x) or not library.is_channels_last(x) or segment.conv.is_nothing:
+        return _itself
+    if layout == PLANES:
+        return plan.turns.planes(x)
+    return _itself if segment.of_operand else plan.turns.rounded(x)
+
+
+def convolving(plan, x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Gives v of an x and a weight like these, as forward's passes read it: channels last where `plan.last` or `plan.layout`."""
+    if plan.own:
+        return plan.own
+    how, image = plan.convolution, image_of(plan, x, plan.runs)
+    if not (plan.last or plan.runs):
+        return lambda x, weight: library.convolve(how, image(x), weight)
+    how, operands = _operands(plan, x, weight, plan.runs)
+    if not (plan.last or plan.layout):
+        in_planes = plan.turns.planes(_like_v(plan, x))
+        return lambda x, weight: in_planes(library.convolve(how, image(x), weight, operands))
+    layout = library.channels_last(x)
+
+    def last(x: Tensor, weight: Tensor) -> Tensor:
+        v = library.convolve(how, image(x), weight, operands)
+        return library.aligned(v, layout) if v is x else v.contiguous(memory_format=layout)
+
+    return last
+
+
+def differentiating(
+    plan, x: Tensor, weight: Tensor, wanted: Sequence[bool], layout: int, turned: bool
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+    """Gives of dz, x and the weight the gradients of x and the weight that are wanted, by the library in that layout. turned: does dz come channels
+    last?"""
+    how, image = plan.convolution, image_of(plan, x, layout)
+    in_planes = layout == PLANES and (not plan.last or between.rounds(plan.segment, x))
+    if in_planes and not how.is_nothing:
+        of_dz = plan.turns.planes(_like_v(plan, x)) if turned else _itself
+        return lambda dz, x, weight: library.convolve_backward(how, of_dz(dz), image(x), weight, wanted)
+    how, operands = _operands(plan, x, weight, plan.runs if plan.last else layout)
+    of_dz, results = _of_gradient(plan, x, layout, turned), _results(plan, how, x, weight)
+    return lambda dz, x, weight: results(
+        *library.convolve_backward(how, of_dz(dz), image(x), weight, wanted, operands)
+    )
+
+
+def _of_gradient(plan, x: Tensor, layout: int, turned: bool) -> Callable[[Tensor], Tensor]:
+    """dz as the library takes it channels last."""
+    if not turned:
+        return plan.turns.channels_last(_like_v(plan, x), layout == FOR_TF32)
+    rounds = (
+        plan.last and layout == FOR_TF32 and not plan.composed.backward.turns
+    )  # it is another gradient, too
+    return plan.turns.rounded(_like_v(plan, x)) if rounds else _itself
+
+
+def _results(plan, how: library.Convolution, x: Tensor, weight: Tensor) -> Callable:
+    """Makes eager's gradients of those that the library gives channels last, or None."""
+    x_shape, turns, lies = x.shape, plan.turns, library.weight_format(weight)
+    turns_dx = how is plan.convolution and not library.is_channels_last(x, weight)
+    turns_dw = not library.is_channels_last(weight)
+    of_dx = turns.planes(x) if turns_dx else _itself
+    of_dw = turns.planes(weight) if turns_dw else _itself
+    of_both = turns.both_planes(x, weight) if turns_dx and turns_dw else None
+    if how is not plan.convolution:
+        down, across = plan.convolution.settings[0]
+
+        def of_dx(met: Tensor) -> Tensor:
+            dx = met.new_zeros(x_shape)
+            dx[:, :, ::down, ::across] = met
+            return dx
+
+    def results(dx: Tensor | None, dw: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        is_last = dw is not None and library.is_channels_last(dw)
+        if dx is not None and is_last and of_both:
+            return of_both(dx, dw)
+        dw = of_dw(dw) if is_last else dw
+        return dx if dx is None else of_dx(dx), dw if dw is None else dw.contiguous(memory_format=lies)
+
+    return results
+
+
+def _like_v(plan, x: Tensor) -> Tensor:
+    shape = plan.sizes.N, plan.sizes.C, *plan.sizes.levels["e"][5 - x.dim() :]
+    return library.without_memory(x, shape, plan.value_dtype)
+
+
+def _operands(plan, x: Tensor, weight: Tensor, layout: int) -> tuple[library.Convolution, Callable]:
+    """The library's convolution, and what gives of x and the weight its operands channels last. Filters of one place that meet only some of x's
+    positions are given these alone. Where eager's are channels last, all is as it is."""
+    how, turns, rounds = plan.convolution, plan.turns, layout == FOR_TF32
+    if plan.last and not plan.segment.result:
+        return how, _of_each(_itself, _itself)
+    if how.around:  # then the library's x is a larger one
+        of_x = lambda image: turns.channels_last(image, rounds)(image)  # noqa: E731
+        return how, _of_each(of_x, turns.channels_last(weight, rounds))
+    stride, padding, *rest = how.settings
+    meets_all = math.prod(stride) == 1 or any(padding) or plan.last
+    if x.dim() != 4 or math.prod(weight.shape[2:]) > 1 or meets_all or library.is_channels_last(x):
+        return how, turns.both_channels_last(x, weight, rounds)
+    once = (1, 1)
+    how = how._replace(settings=(once, padding, *rest), behind=(how.behind[0], once, *how.behind[2:]))
+    return how, _of_each(turns.met(x, stride, rounds), turns.channels_last(weight, rounds))
