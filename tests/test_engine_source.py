@@ -20,7 +20,7 @@ import inline_loader
 from benchmarks import level2
 from fuzz_engine import random_program
 from inline_kernels.bench import checks
-from inline_kernels.engine import layouts, library, programs, schedule, source
+from inline_kernels.engine import layouts, library, passes, programs, schedule, source
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import CTYPES, Case
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
@@ -995,6 +995,19 @@ def test_gradients_of_parameters_are_read_by_nobody(norm):
         for text in composed.backward.texts:
             read = [name for name, ctype in text.pointers.items() if ctype == "const parameter_t*"]
             assert not [name for name in read if name.startswith("d_")]
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d(8), nn.GroupNorm(4, 8), nn.InstanceNorm2d(8, affine=True)], ids=str
+)
+def test_no_pass_before_sums_over_positions(norm):
+    """Small values come as positions read them, copies of parameters are written beside others; of dy there are two sums, whatever parameters
+    they are then multiplied by."""
+    (segment,) = capture(nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU()), True, 4).segments
+    composed = programs.composed_of(segment, programs.Kind("cuda", True, True, False, source.Own()))
+    assert [type(each) for each in composed.forward.passes] == [passes.Planes, passes.Small, passes.Planes]
+    assert type(composed.backward.passes[0]) is passes.Planes
+    assert len(composed.backward.passes[0].targets) == 2
 
 
 SIDES = (1, 2, 3, 8, 13, 20, 49, 64, 67, 96, 127, 130)

@@ -511,6 +511,8 @@ class Program:
             (False, True): {"channel", "one"},
             (False, False): {"one"},
         }[space.n, space.c]
+        if node.op == "spread" and is_static(node.args[0]) and not self.on_cpu:
+            return {"sample", "channel", "one"} if space.c else own  # all that write it write the same
         modes = own
         for each in self._inside(node):
             modes = modes & self._reduction_modes(each)

@@ -33,7 +33,7 @@ from .programs import Composed, composed_of, kind_for
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
-_FEW_PARTS = 32  # reduce.cuh's kFewParts: more are merged by a launch of their own
+_FEW_PARTS = 32  # reduce.cuh's kFewParts: more are merged by a launch of their own, which takes 3 µs
 _BLOCKS = 384  # that keep a GPU busy
 
 
@@ -271,7 +271,8 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
         if sums:  # a lane has eight positions, of which it reads four at once
             planes = plan.sizes.N * side_by_side
             parts = _shares(-(-most // 8), planes)
-            return _FEW_PARTS if parts > _FEW_PARTS and planes * _FEW_PARTS >= _BLOCKS else parts
+            suffice = planes * _FEW_PARTS >= _BLOCKS or parts <= 2 * _FEW_PARTS
+            return min(parts, _FEW_PARTS) if suffice else parts
         return max(_shares(most, plan.sizes.N * side_by_side), most // 4)
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
