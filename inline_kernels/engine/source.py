@@ -174,8 +174,11 @@ class _Text:
         return self.number(f"extent_{level}", "load::Extent")
 
     def pool(self, level: str) -> str:
-        window = self.graph.levels[level].window
-        return f"load::Pool<{', '.join(str(w or 0) for w in (1,) * (3 - len(window)) + window)}>()"
+        known, before = self.graph.levels[level], 3 - self.graph.dimensions
+        sizes = [*(1,) * before, *known.window]
+        if not known.is_apart:
+            sizes += [*(1,) * before, *known.stride, *(0,) * before, *known.padding]
+        return f"load::Pool<{', '.join(str(size or 0) for size in sizes)}>()"
 
     def index(self, space, scope: Scope) -> str:
         """Of a small array."""
@@ -381,6 +384,7 @@ class _Text:
             self.prepare([node.args[0] for node in nodes], inner)
             self._add_finer(inner)
         declared, ends = [], []
+        inside = "e.inside" if axis != "c" and any(self.graph.levels[axis].padding) else ""
         shared = axis == "c" and not self.program.on_cpu  # may lanes have some of the channels each?
         own, of = ("own_", "_channel") if shared else ("", "")
         for node in nodes:
@@ -393,7 +397,8 @@ class _Text:
                 ends += [f"const auto {best} = {scope.at}.all({own}{best});"] * shared
                 last = axis != "c" and None not in self.graph.levels[axis].window
                 place = "e.c" if axis == "c" else "e.place"
-                take = f"{own}{best}.{'take_last' if last else 'take'}({term}, {place})"
+                of_place = ", ".join([term, place, *[inside] * bool(inside)])
+                take = f"{own}{best}.{'take_last' if last else 'take'}({of_place})"
                 takes = self.takes.get(node, ())
                 inner.lines.append(f"const auto better{node.id} = {take};" if takes else f"{take};")
                 for each in takes:
@@ -413,6 +418,7 @@ class _Text:
                 inner.lines.append(f"{own}{name} += {square};")
                 ends.append(f"{declares}{name} = {total} / real({self.number('C')});  // variance")
             else:
+                term = f"math::select({inside}, {term}, real(0))" if inside else term
                 inner.lines.append(f"{own}{name} += {term};")
                 ends += [f"{declares}{name} = {total};"] * shared
             scope.known[node] = name
@@ -879,7 +885,9 @@ def _find_strips(program: Program, own: bool) -> None:
         if not isinstance(each, Planes):
             continue
         known = each.level == "e" or (
-            levels[each.level].parent == "e" and None not in levels[each.level].window
+            levels[each.level].parent == "e"
+            and None not in levels[each.level].window
+            and levels[each.level].is_apart
         )
         written = {array.name for key, array in program.arrays.items() if key not in each.targets}
         if own and known and text.reads_v and not written & text.pointers.keys():
