@@ -10,7 +10,7 @@ template <int sign, class T> struct Extreme {
   T value;
   int index = -1;
   __device__ __forceinline__ void take(T x, int64_t place) { set(x, place, x != x && value == value); }
-  __device__ __forceinline__ void take_last(T x, int64_t place) { set(x, place, x != x); }
+  __device__ __forceinline__ void take_last(T x, int64_t place, bool inside = true) { set(x, place, x != x, inside); }
   // Of two that have taken other places in the same way.
   __device__ __forceinline__ void merge(const Extreme& other) {
     const bool is_nan = value != value, other_is = other.value != other.value;
@@ -21,8 +21,8 @@ template <int sign, class T> struct Extreme {
   __device__ __forceinline__ Extreme of_lane(int) const { return *this; }
 
  private:
-  __device__ __forceinline__ void set(T x, int64_t place, bool is_nan) {
-    const bool better = index < 0 || (sign > 0 ? x > value : x < value) || is_nan;
+  __device__ __forceinline__ void set(T x, int64_t place, bool is_nan, bool counts = true) {
+    const bool better = counts && (index < 0 || (sign > 0 ? x > value : x < value) || is_nan);
     value = better ? x : value, index = better ? int(place) : index;
   }
 };
@@ -33,8 +33,8 @@ template <int sign, class E, int K> struct Extreme<sign, Pack<E, K>> {
   template <class X, class P> __device__ __forceinline__ void take(const X& x, const P& place) {
     each([&](auto& one, int i) { one.take(lane_of(x, i), lane_of(place, i)); });
   }
-  template <class X, class P> __device__ __forceinline__ void take_last(const X& x, const P& place) {
-    each([&](auto& one, int i) { one.take_last(lane_of(x, i), lane_of(place, i)); });
+  template <class X, class P> __device__ __forceinline__ void take_last(const X& x, const P& place, bool inside = true) {
+    each([&](auto& one, int i) { one.take_last(lane_of(x, i), lane_of(place, i), inside); });
   }
   __device__ __forceinline__ Extreme<sign, E> of_lane(int i) const {
     Extreme<sign, E> one;
