@@ -44,7 +44,7 @@ template <int K, int S, int P> struct Holding {
     const int behind = (position + some - 1 + P) / S + 1;
     count = (behind < windows ? behind : windows) - first;
   }
-  static constexpr int most(int some) { return (some - 1 + K - 1) / S + 1; }
+  static HOST_DEVICE constexpr int most(int some) { return (some - 1 + K - 1) / S + 1; }
   HOST_DEVICE int place(int i) const { return own - i * S; }
 };
 

@@ -169,12 +169,12 @@ template <int K, bool across = false> struct Point {
     for (int i = 0; i < kd; i++)
 #pragma unroll 4
       for (int j = 0; j < kh; j++) {
-        const int z = P::front(fine, w.d) + i, y = P::top(fine, w.h) + j, x = P::left(fine, w.w);
-        const int row = (z * fine.H + y) * fine.W + x;
+        const int row = ((P::front(fine, w.d) + i) * fine.H + P::top(fine, w.h) + j) * fine.W + P::left(fine, w.w);
 #pragma unroll 4
         for (int k = 0; k < kw; k++) {
           const int place = (i * kh + j) * kw + k;
           if constexpr (P::kPads) {
+            const int z = P::front(fine, w.d) + i, y = P::top(fine, w.h) + j, x = P::left(fine, w.w);
             const int nearest = (nearest_in(z, fine.D) * fine.H + nearest_in(y, fine.H)) * fine.W + nearest_in(x + k, fine.W);
             const bool inside = is_in(z, fine.D) && is_in(y, fine.H) && is_in(x + k, fine.W);
             f(Point{fine, values, n, c, C, nearest, place, true, inside});
