@@ -316,6 +316,76 @@ def test_ties(tail, device):
     assert_rule(Ties(tail), x, label=tail)
 
 
+class Pooled(nn.Module):
+    """What stands before a pool of any windows: a norm, as in a network's stem, or nothing that hides special values; behind it a norm, or nothing."""
+
+    def __init__(self, pool, normed: bool, channels: int = 5):
+        super().__init__()
+        nd = 3 if isinstance(pool, (nn.MaxPool3d, nn.AvgPool3d)) else 2
+        norm = (nn.BatchNorm2d, nn.BatchNorm3d)[nd - 2]
+        self.conv, self.pool = (nn.Conv2d, nn.Conv3d)[nd - 2](1, channels, 1, bias=normed), pool
+        self.front = nn.Sequential(norm(channels), nn.ReLU()) if normed else nn.Identity()
+        self.behind = nn.GroupNorm(1, channels) if normed and nd == 2 else nn.Identity()
+        if not normed:
+            nn.init.ones_(self.conv.weight)
+
+    def forward(self, x):
+        return self.behind(self.pool(self.front(self.conv(x))))
+
+
+SOME_POOLS = {
+    "of a stem": nn.MaxPool2d(3, 2, 1),
+    "at each position": nn.MaxPool2d(3, 1, 1),
+    "overlapping": nn.MaxPool2d(2, 1),
+    "uneven": nn.MaxPool2d((3, 2), (2, 1), (1, 0)),
+    "with gaps": nn.MaxPool2d((1, 2), (2, 3)),
+    "mean": nn.AvgPool2d(3, 2, 1),
+    "uneven mean": nn.AvgPool2d((3, 2), (2, 1), (0, 1)),
+    "of volumes": nn.MaxPool3d((2, 3, 3), (1, 2, 2), (1, 1, 0)),
+    "mean of volumes": nn.AvgPool3d(3, (2, 1, 2), (1, 1, 0)),
+}
+POOLS_ON_CPU = {"of a stem", "uneven", "with gaps", "uneven mean", "of volumes"}
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["planes", "channels last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pool", SOME_POOLS)
+def test_pools_of_any_windows(pool, dtype, last, device):
+    """Windows that overlap, lie apart, begin outside of the image: behind a norm, and of whole numbers, NaN and infinities that meet in them."""
+    if device == "cpu" and (pool not in POOLS_ON_CPU or dtype != torch.float32 or last):
+        pytest.skip("compiled for one of each kind")
+    torch.manual_seed(0)
+    size = (3, 7, 9) if "volumes" in pool else (11, 19)
+    channels = 12 if last else 5
+
+    def laid(x):
+        return x.contiguous(memory_format=library.channels_last(x)) if last else x
+
+    x = laid(torch.randn(2, 1 + 2 * last, *size).to(dtype)) if last else torch.randn(2, 1, *size).to(dtype)
+    model = Pooled(SOME_POOLS[pool], True, channels)
+    if last:
+        model.conv = type(model.conv)(3, channels, 1)
+    run = assert_rule(model.to(dtype), x, label=pool)
+    assert run.plan.last == last
+    if last:
+        return
+    special = torch.randint(-2, 3, (3, 1, *size)).to(dtype)
+    special[0].view(-1)[::3] = -INF
+    special[0].view(-1)[: special[0].numel() // 2] = -INF
+    special[1].view(-1)[5::11] = NAN
+    special[2] = 1.0
+    assert_special(Pooled(SOME_POOLS[pool], False).to(dtype), special)
+
+
+def assert_special(model: nn.Module, x: torch.Tensor) -> None:
+    """Values that sums of a few of them keep: equal to eager's, with the gradient of what was chosen."""
+    dy = torch.randint(1, 5, copy.deepcopy(model)(x).shape).to(x.dtype)
+    run, eager = Run(model, x, dy), reference(model, x, dy, x.dtype)
+    for name in ("output", "gradient of x"):
+        close = {"rtol": 0.02 if x.dtype == torch.bfloat16 else 1e-6, "atol": 1e-6, "equal_nan": True}
+        torch.testing.assert_close(run.results[name], eager[name], **close, msg=lambda m, n=name: f"{n}: {m}")
+
+
 class Rounding(nn.Module):
     """Sums that meet a bound, or one another, where they are rounded to 16 bits, and only there."""
 
@@ -670,13 +740,15 @@ class Turned(nn.Module):
             return torch.tanh(self.norm(x) * self.p)
         if self.tail == "pool":
             return torch.nn.functional.max_pool2d(torch.relu(x * self.p), 2)
+        if self.tail == "stem":
+            return torch.nn.functional.max_pool2d(torch.relu(self.norm(x) * self.p), 3, 2, 1)
         return torch.logsumexp(torch.nn.functional.gelu(x), dim=1)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 11, 30), (3, 3, 21, 13)], ids=["in fours", "odd"])
 @pytest.mark.parametrize(
     "tail, dtype",
-    [*((tail, torch.float32) for tail in ("gates", "norm", "pool", "channels")), ("norm", torch.bfloat16)],
+    [*((tail, torch.float32) for tail in ("gates", "norm", "pool", "stem", "channels")), ("norm", torch.bfloat16)],
     ids=str,
 )
 def test_channels_last(tail, dtype, shape, monkeypatch, device):
