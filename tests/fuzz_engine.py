@@ -91,7 +91,7 @@ class _Builder:
         kind = self.r.choice(kinds)
         before = self.shape
         name, function = getattr(self, kind)(model)
-        model.steps.append((function, before != self.shape))
+        model.steps.append((function, kind == "pool" or before != self.shape))
         model.names.append(name)
 
     # ---- kinds of steps: a name and a function of (module, value, kept)
