@@ -76,7 +76,12 @@ def test_levels_are_named_by_what_they_are(graph):
         graph.sum(a, z_of(graph)) + z_of(graph)
 
 
-OVERLAPPING = ((3, 2), (2, 1), (1, 0)), ((2, 3), (1, 1), (0, 1)), ((2, 1), (3, 2), (0, 0)), ((3, 3), (1, 2), (1, 1))
+OVERLAPPING = (
+    ((3, 2), (2, 1), (1, 0)),
+    ((2, 3), (1, 1), (0, 1)),
+    ((2, 1), (3, 2), (0, 0)),
+    ((3, 3), (1, 2), (1, 1)),
+)
 
 
 @pytest.mark.parametrize("axis", ["c", "s", [(2, 3)], [(None, 1)], *OVERLAPPING], ids=str)

@@ -184,7 +184,9 @@ def test_problems(number, device):
         assert (like[0] | like[1] | run.y.isfinite() & exact.isfinite()).all()
 
 
-@pytest.mark.parametrize("seed", [seed for seed in range(21) if seed != 17])  # it has an extreme over all positions
+@pytest.mark.parametrize(
+    "seed", [seed for seed in range(21) if seed != 17]
+)  # it has an extreme over all positions
 def test_random_programs(seed, device):
     if device == "cpu" and seed % 5:
         pytest.skip("compiled for a CPU by `make fuzz`")
@@ -368,7 +370,9 @@ def test_pools_of_any_windows(pool, dtype, last, device):
     assert run.plan.last == last
     if last:
         return
-    with torch.no_grad():  # where a maximum of v may come before the norm, whose statistics take each position once
+    with (
+        torch.no_grad()
+    ):  # where a maximum of v may come before the norm, whose statistics take each position once
         assert_rule(model, x, backward=False, label=pool)
     special = torch.randint(-2, 3, (3, 1, *size)).to(dtype)
     special[0].view(-1)[::3] = -INF
@@ -749,7 +753,10 @@ class Turned(nn.Module):
 @pytest.mark.parametrize("shape", [(2, 3, 11, 30), (3, 3, 21, 13)], ids=["in fours", "odd"])
 @pytest.mark.parametrize(
     "tail, dtype",
-    [*((tail, torch.float32) for tail in ("gates", "norm", "pool", "stem", "channels")), ("norm", torch.bfloat16)],
+    [
+        *((tail, torch.float32) for tail in ("gates", "norm", "pool", "stem", "channels")),
+        ("norm", torch.bfloat16),
+    ],
     ids=str,
 )
 def test_channels_last(tail, dtype, shape, monkeypatch, device):

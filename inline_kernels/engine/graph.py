@@ -233,8 +233,12 @@ class Graph:
         for what, sizes in ("window", level.window), ("stride", level.stride):
             if len(sizes) != self.dimensions or any(size is not None and size < 1 for size in sizes):
                 raise ValueError(f"a {what} of {self.dimensions} positive sizes was expected, not {sizes}")
-        if len(around) != self.dimensions or any(p and not 0 < 2 * p <= w for p, w in zip(around, level.window)):
-            raise ValueError(f"a padding of at most half of the window {level.window} was expected, not {around}")
+        if len(around) != self.dimensions or any(
+            p and not 0 < 2 * p <= w for p, w in zip(around, level.window)
+        ):
+            raise ValueError(
+                f"a padding of at most half of the window {level.window} was expected, not {around}"
+            )
         for name, known in self.levels.items():
             if known == level:
                 return name
