@@ -144,6 +144,7 @@ FAULTS = [
     Fault("inline_kernels/engine/sinks.py", "({size} - {window - 2 * padding})", "({size} - {window})", "test_engine_sinks.py -k 'v_stored and overlapping'"),
     Fault("inline_kernels/engine/composed.py", "if not level.is_apart:", "if False:", "test_composed.py -k another_formula"),
     Fault("inline_kernels/engine/ops.py", "any(t.graph.levels[level].padding) and not count_include_pad", "False", "test_engine_ops.py -k says_why"),
+    Fault("inline_kernels/engine/programs.py", "if a.op == \"take\" and a.args[1] is index:\n        return a.args[0]\n    operands", "if a.op == \"take\" and a.args[1] is index:\n        return a\n    operands", "test_engine_source.py -k 'any_windows and cuda and stem'"),
 ]
 # fmt: on
 
