@@ -137,8 +137,8 @@ class Program:
 
     `passes`; `arrays` by Key, that these write; `kept`: the small ones that forward leaves for backward. few_channels: may a byte count channels? joins: on a GPU; on_cpu: points are vectors.
     turns: may the convolution run channels last? operand: the array that the next convolution reads, or "". By source.py: `texts` of the passes, and the numbers of those that then read v, or write
-    its gradient, so (`turned`); of those that a CPU has in strips (`in_strips`, `differentiated`, by whose sums: `differentiated_by`), and
-    of the one that finds whether any gradient passes, with that gradient (`closes`)."""
+    its gradient, so (`turned`); does a CPU make v in strips (`convolves`); of those that it has in strips (`in_strips`,
+    `differentiated`, by whose sums: `differentiated_by`), and of the one that finds whether any gradient passes, with that gradient (`closes`)."""
 
     kept: Sequence[Array] = ()
     gate: tuple[Node, Array] | None = (
@@ -148,6 +148,7 @@ class Program:
     operand = ""
     turned: Sequence[int] = ()
     in_strips: Sequence[int] = ()
+    convolves = False
     differentiated: int | None = None
     differentiated_by = ""
     closes: tuple[int, Node] | None = None

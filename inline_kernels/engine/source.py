@@ -878,7 +878,7 @@ def _vanishes(node: Node, cut: Node) -> bool:
 
 
 def _find_strips(program: Program, own: bool) -> None:
-    """Sets `in_strips`: the passes that are made of v as it is convolved, which wait for no other; and `differentiated`: the pass that
+    """Sets `in_strips`: the passes that are made of v as it is convolved, which wait for no other; `convolves`; and `differentiated`: the pass that
     makes the gradient of v a plane at a time, or None."""
     levels, program.in_strips, program.differentiated = program.graph.levels, [], None
     for i, (each, text) in enumerate(zip(program.passes, program.texts)):
@@ -892,6 +892,10 @@ def _find_strips(program: Program, own: bool) -> None:
         written = {array.name for key, array in program.arrays.items() if key not in each.targets}
         if own and known and text.reads_v and not written & text.pointers.keys():
             program.in_strips.append(i)
+        overlapping = each.level != "e" and not levels[each.level].is_apart  # windows that no strip has whole
+        program.convolves = (
+            program.convolves or i in program.in_strips or (own and overlapping and text.reads_v)
+        )
         names = [program.arrays[key].name for key in each.targets]
         if "dz" in names and each.level == "e" and not each.by_sample:
             program.differentiated = i
@@ -971,7 +975,7 @@ def parameters(program: Program, names: Names) -> list[Array]:
     shared = [array for room in rooms(program).values() for array in room]
     own = [*program.arrays.values(), *rooms(program), *names.incoming.values(), *program.given.values()]
     found = [array for array in own if array not in shared]
-    if program.in_strips:
+    if program.convolves:
         found += [IMAGE, FILTERS]
     elif program.differentiated_by:
         found += [DWEIGHT, IMAGE, PASSES]
@@ -987,7 +991,7 @@ def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tupl
     found += [("int64_t", f"{level}_{side}") for level in levels for side in "DHW"]
     found += [("int64_t", f"parts_{i}") for i, each in enumerate(program.passes) if isinstance(each, Planes)]
     found += [("int64_t", "layout")] * bool(program.turned)
-    if program.in_strips or program.differentiated_by:
+    if program.convolves or program.differentiated_by:
         found += [("int64_t", name) for name in (*_CONVOLUTION, *_STRIPS)]
     return found
 
@@ -1014,7 +1018,7 @@ def _program(launcher: str, program: Program, names: Names, device: str, own: Ow
     written = {*program.arrays.values(), SCRATCH, DWEIGHT, PASSES}
     if not written.isdisjoint(program.kept):
         written.add(KEPT)
-    if program.in_strips:
+    if program.convolves:
         written |= {a for a in names.incoming.values() if a.name == "v"}
     declared = [f"{'' if a in written else 'const '}{EXPORTED[a.kind]}* {a.name}" for a in tensors]
     declared += [f"{t} {_scalar(t, name)}" for t, name in reals]
@@ -1065,7 +1069,7 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
     strips = "{e_D, e_H, e_W, strip_planes, strip_rows, strip_columns}"
     sizes = "{N, image_C, C, image_D, image_H, image_W, kernel_D, before, above, left}"
     calls = []
-    if program.in_strips:
+    if program.convolves:
         calls += ["load::convolved(convolution, v, strips, some, [&](const load::Convolved& strip) {"]
         for i in program.in_strips:
             each = program.passes[i]
@@ -1093,7 +1097,7 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
             calls.append(f"load::small({made[i]}, {blocks});")
     if program.differentiated_by:
         calls = [f"*passes = {int(not program.closes)};", *calls]
-    if not program.in_strips:
+    if not program.convolves:
         return ["const load::Samples some{0, N};", *calls]
     return [
         f"const load::Convolution convolution(image, filters, {sizes});",
