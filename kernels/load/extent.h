@@ -48,23 +48,23 @@ template <int K, int S, int P> struct Holding {
   HOST_DEVICE int place(int i) const { return own - i * S; }
 };
 
-// Windows of K positions an axis, S apart; 0: one window, the whole axis. The first begins P places before the axis: of its places those outside
+// Windows of K positions an axis, S apart; 0: one window, the whole axis. The first begins O places outside of the axis: of its places those
 // count for nothing, nor do the last one's. What fills no window is in none.
-template <int KD, int KH, int KW, int SD = KD, int SH = KH, int SW = KW, int PD = 0, int PH = 0, int PW = 0> struct Pool {
-  static constexpr bool kPads = PD || PH || PW;
+template <int KD, int KH, int KW, int SD = KD, int SH = KH, int SW = KW, int OD = 0, int OH = 0, int OW = 0> struct Pool {
+  static constexpr bool kPads = OD || OH || OW;
   static constexpr bool kApart = SD == KD && SH == KH && SW == KW && !kPads;  // side by side: no position is in two
   static constexpr int kWidth = KW, kStride = SW;
   static HOST_DEVICE int depth(const Extent& fine) { return KD ? KD : fine.D; }
   static HOST_DEVICE int height(const Extent& fine) { return KH ? KH : fine.H; }
   static HOST_DEVICE int width(const Extent& fine) { return KW ? KW : fine.W; }
   // Where windows begin; of one, or of a vector of them.
-  template <class I> static HOST_DEVICE I front(const Extent& fine, I window) { return window * (SD ? SD : fine.D) - PD; }
-  template <class I> static HOST_DEVICE I top(const Extent& fine, I window) { return window * (SH ? SH : fine.H) - PH; }
-  template <class I> static HOST_DEVICE I left(const Extent& fine, I window) { return window * (SW ? SW : fine.W) - PW; }
+  template <class I> static HOST_DEVICE I front(const Extent& fine, I window) { return window * (SD ? SD : fine.D) - OD; }
+  template <class I> static HOST_DEVICE I top(const Extent& fine, I window) { return window * (SH ? SH : fine.H) - OH; }
+  template <class I> static HOST_DEVICE I left(const Extent& fine, I window) { return window * (SW ? SW : fine.W) - OW; }
   // Where they aren't apart, those that hold a position, or some of its neighbours in a row.
-  static HOST_DEVICE auto deep(int position, int windows) { return Holding<KD, SD, PD>(position, windows, 1); }
-  static HOST_DEVICE auto high(int position, int windows) { return Holding<KH, SH, PH>(position, windows, 1); }
-  static HOST_DEVICE auto wide(int position, int windows, int some) { return Holding<KW, SW, PW>(position, windows, some); }
+  static HOST_DEVICE auto deep(int position, int windows) { return Holding<KD, SD, OD>(position, windows, 1); }
+  static HOST_DEVICE auto high(int position, int windows) { return Holding<KH, SH, OH>(position, windows, 1); }
+  static HOST_DEVICE auto wide(int position, int windows, int some) { return Holding<KW, SW, OW>(position, windows, some); }
 };
 
 // Of neighbours in a row the windows that hold any: f(window, the place of its row, the first neighbour's place in that).
