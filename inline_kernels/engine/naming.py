@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .graph import ELEMENTS, Node, Space
-from .passes import Array
+from .passes import Array, Key
 
 TYPES = {
     "value": "value_t",
@@ -60,6 +60,11 @@ def literal(value: float, real: str = "real") -> str:
 def index_of(space: Space, n: str, c: str, channels: str) -> str:
     """Where a small array has its value for sample n and channel c, of so many."""
     return f"{n} * {channels} + {c}" if space.n and space.c else n if space.n else c if space.c else "0"
+
+
+def total_of(key: Key) -> str:
+    """The name of a sum, or of moments."""
+    return f"{'moments' if key.what == 'moments' else 'sum'}{key.node.id}"
 
 
 @dataclass

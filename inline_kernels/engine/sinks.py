@@ -21,7 +21,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import cases, choice, direct, mainloops, naming, pass_text, programs, source, tiling
+from . import cases, choice, direct, mainloops, naming, programs, source, tiling
 from .algebra import reordered, statistics_of_v
 from .cases import Case
 from .graph import ELEMENTS, order
@@ -103,7 +103,7 @@ class _Composer:
         """Texts of all passes as `load` has them; the numbers of those that read v."""
         self.names = programs.names_of(self.segment, self.program)
         made = [
-            pass_text.struct(f"Pass{i}", self.program, self.names, i) for i in range(len(self.program.passes))
+            source.struct(f"Pass{i}", self.program, self.names, i) for i in range(len(self.program.passes))
         ]
         self.lines, self.program.texts = [lines for lines, _ in made], [text for _, text in made]
         return [i for i, text in enumerate(self.program.texts) if text.reads_v]

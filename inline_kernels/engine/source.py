@@ -1,4 +1,4 @@
-"""The source of a segment's passes: their structs (pass_text.py), and a launcher a program, that runs them in their order.
+"""The source of a segment's passes: their structs (plane_text.py, small_text.py), and a launcher a program, that runs them in their order.
 
 A launcher takes tensors (`parameters`: what leaves, rooms that arrays inside share, what comes in), numbers (`numbers`: those of the model, all
 sizes, the parts of each pass's sums, the layout of v where it may be channels last, and where v is convolved here the convolution's sizes and those
@@ -25,8 +25,10 @@ from .naming import (
     Names,
     identifier,
 )
-from .pass_text import struct
+from .pass_text import PassText
 from .passes import Array, Planes, Program, Small
+from .plane_text import PlaneText
+from .small_text import SmallText
 
 # A whole array, turned: from (N, rows, columns) to (N, columns, rows); or of images the positions that strides meet.
 TRANSPOSE = """EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool for_tf32, cudaStream_t stream) {
@@ -63,7 +65,7 @@ def compose(
     if any(own):
         parts[2:] = ['#include "cpu/strips.h"', ""]
     for launcher, program in programs.items():
-        parts += _program(launcher, program, names[launcher], device, own)
+        parts += _launcher(launcher, program, names[launcher], device, own)
     return "\n".join([*parts, *(_CONVOLVE if own.input_gradient else ())])
 
 
@@ -75,120 +77,13 @@ EXPORT void convolve(value_t* v, const value_t* image, const value_t* filters, i
 """.strip().split("\n")
 
 
-def _find_strips(program: Program, own: bool) -> None:
-    """Sets `in_strips`: the passes that are made of v as it is convolved, which wait for no other; and `differentiated`: the pass that
-    makes the gradient of v a plane at a time, or None."""
-    levels, program.in_strips, program.differentiated = program.graph.levels, [], None
-    for i, (each, text) in enumerate(zip(program.passes, program.texts)):
-        if not isinstance(each, Planes):
-            continue
-        known = each.level == "e" or (
-            levels[each.level].parent == "e" and None not in levels[each.level].window
-        )
-        written = {array.name for key, array in program.arrays.items() if key not in each.targets}
-        if own and known and text.reads_v and not written & text.pointers.keys():
-            program.in_strips.append(i)
-        names = [program.arrays[key].name for key in each.targets]
-        if "dz" in names and each.level == "e" and not each.by_sample:
-            program.differentiated = i
+def struct(name: str, program: Program, names: Names, number: int) -> tuple[list[str], PassText]:
+    each = program.passes[number]
+    text = (PlaneText if isinstance(each, Planes) else SmallText)(name, program, names, number)
+    return text.lines(each), text
 
 
-def keeps_v(program: Program) -> bool:
-    """Does a pass read v when all of it is there?"""
-    return any(text.reads_v for i, text in enumerate(program.texts) if i not in program.in_strips)
-
-
-def _turned(program: Program) -> list[int]:
-    """The passes that can take the convolution's side channels last: all that write v's gradient, or else read v; or none."""
-    if not program.turns:
-        return []
-    gradient = any(root.name == "dz" for root in program.roots)
-    found = [i for i, text in enumerate(program.texts) if (text.writes_dz if gradient else text.reads_v)]
-    alone = [isinstance(each, Planes) and not each.by_sample and each.level == "e" for each in program.passes]
-    return found if all(alone[i] and not program.texts[i].scalar for i in found) else []
-
-
-def sums_alone(program: Program, number: int) -> bool:
-    """Does a pass write nothing at positions, and read v alone there?"""
-    reads = program.texts[number].pointers.keys()
-    spaces = {array.name: array.space for array in (*program.arrays.values(), *program.given.values())}
-    spaces |= {identifier(leaf.attr[0]): leaf.space for leaf in program.leaves() if leaf.attr[1] != "z"}
-    others = any(spaces[name].level for name in reads if name in spaces)
-    return not others and all(key.what != "value" for key in program.passes[number].targets)
-
-
-def rooms(program: Program) -> dict[Array, list[Array]]:
-    """The arrays that share one tensor: those that nobody outside sees (`SCRATCH`), and small ones from forward to backward (`KEPT`)."""
-    results = {root.name for root in program.roots}
-    hidden = [array for array in program.arrays.values() if array.name not in results]
-    if not program.on_cpu:
-        hidden += [few(array) for array in hidden if array.parts is not None]
-    return {SCRATCH: hidden} | ({KEPT: list(program.kept)} if program.kept else {})
-
-
-def few(array: Array) -> Array:
-    """Of the parts of planes' sums, where they are many, the sums."""
-    return Array(f"few_{array.name}", array.kind, array.space)
-
-
-def merging(program: Program, number: int) -> list[str]:
-    """A GPU's calls behind a pass, or what stands for one, that makes parts of sums."""
-    partial = [program.arrays[key] for key in program.passes[number].targets]
-    partial = [array for array in partial if array.parts is not None]
-    calls = [f"const int64_t few_{number} = load::few_parts(parts_{number});"] * bool(partial)
-    for array in partial:
-        sums = few(array)
-        of = TYPES[array.kind]
-        calls.append(
-            f"load::merge_parts<{of}>({sums.name}, {array.name}, {size(sums)}, parts_{number}, stream);"
-        )
-    return calls
-
-
-def small_call(program: Program, number: int, made: str) -> str:
-    """A GPU's."""
-    blocks = {"sample": "N", "channel": "C", "one": "1"}[program.passes[number].mode]
-    slices = program.texts[number].slices
-    return f"load::small({made}, {blocks}, stream{f', C, {slices}' * (slices > 1)});"
-
-
-def given_few(program: Program) -> dict[str, str]:
-    """What small passes are given in the place of planes' parts, and of how many there are."""
-    found = {}
-    for array in program.arrays.values():
-        if array.parts is not None and not program.on_cpu:
-            left, parts = f"few_{array.parts}", f"parts_{array.parts}"
-            found |= {parts: left, array.name: f"{left} < {parts} ? {few(array).name} : {array.name}"}
-    return found
-
-
-def parameters(program: Program, names: Names) -> list[Array]:
-    """The launcher's tensors: what leaves, rooms, what comes in."""
-    shared = [array for room in rooms(program).values() for array in room]
-    own = [*program.arrays.values(), *rooms(program), *names.incoming.values(), *program.given.values()]
-    found = [array for array in own if array not in shared]
-    if program.in_strips:
-        found += [IMAGE, FILTERS]
-    elif program.differentiated_by:
-        found += [DWEIGHT, IMAGE, PASSES]
-    return list(dict.fromkeys(found))
-
-
-def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tuple[str, str]]:
-    """The launcher's numbers, (type, name)."""
-    found = [("int64_t", "number")] if random else []
-    found += [("double", identifier(name)) for name in scalars]
-    found += [("int64_t", "N"), ("int64_t", "C")]
-    levels = ["e", *program.graph.levels]
-    found += [("int64_t", f"{level}_{side}") for level in levels for side in "DHW"]
-    found += [("int64_t", f"parts_{i}") for i, each in enumerate(program.passes) if isinstance(each, Planes)]
-    found += [("int64_t", "layout")] * bool(program.turned)
-    if program.in_strips or program.differentiated_by:
-        found += [("int64_t", name) for name in (*CONVOLUTION, *STRIPS)]
-    return found
-
-
-def _program(launcher: str, program: Program, names: Names, device: str, own: Own) -> list[str]:
+def _launcher(launcher: str, program: Program, names: Names, device: str, own: Own) -> list[str]:
     lines, made, used_levels = [], [], set()
     program.texts = []
     program.closes = closing(program) if own.gradient and launcher == "backward" else None
@@ -230,12 +125,107 @@ def _program(launcher: str, program: Program, names: Names, device: str, own: Ow
     return [*lines, head, *[f"  {line}" for line in [*inside, *calls]], "}", ""]
 
 
-def _extent(level: str, channels: str = "C") -> str:
-    return f"N, {channels}, {level}_D, {level}_H, {level}_W"
+# ---------------------------------------------------------------------------------------------- a launcher's arguments
 
 
-def _extent_of(each: Planes) -> str:
-    return f"load::Extent({_extent(each.level, '1' if each.by_sample else 'C')})"
+def parameters(program: Program, names: Names) -> list[Array]:
+    """The launcher's tensors: what leaves, rooms, what comes in."""
+    shared = [array for room in rooms(program).values() for array in room]
+    own = [*program.arrays.values(), *rooms(program), *names.incoming.values(), *program.given.values()]
+    found = [array for array in own if array not in shared]
+    if program.in_strips:
+        found += [IMAGE, FILTERS]
+    elif program.differentiated_by:
+        found += [DWEIGHT, IMAGE, PASSES]
+    return list(dict.fromkeys(found))
+
+
+def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tuple[str, str]]:
+    """The launcher's numbers, (type, name)."""
+    found = [("int64_t", "number")] if random else []
+    found += [("double", identifier(name)) for name in scalars]
+    found += [("int64_t", "N"), ("int64_t", "C")]
+    levels = ["e", *program.graph.levels]
+    found += [("int64_t", f"{level}_{side}") for level in levels for side in "DHW"]
+    found += [("int64_t", f"parts_{i}") for i, each in enumerate(program.passes) if isinstance(each, Planes)]
+    found += [("int64_t", "layout")] * bool(program.turned)
+    if program.in_strips or program.differentiated_by:
+        found += [("int64_t", name) for name in (*CONVOLUTION, *STRIPS)]
+    return found
+
+
+def _scalar(ctype: str, name: str) -> str:
+    return f"{name}_given" if ctype == "double" else name
+
+
+def rooms(program: Program) -> dict[Array, list[Array]]:
+    """The arrays that share one tensor: those that nobody outside sees (`SCRATCH`), and small ones from forward to backward (`KEPT`)."""
+    results = {root.name for root in program.roots}
+    hidden = [array for array in program.arrays.values() if array.name not in results]
+    if not program.on_cpu:
+        hidden += [few(array) for array in hidden if array.parts is not None]
+    return {SCRATCH: hidden} | ({KEPT: list(program.kept)} if program.kept else {})
+
+
+def few(array: Array) -> Array:
+    """Of the parts of planes' sums, where they are many, the sums."""
+    return Array(f"few_{array.name}", array.kind, array.space)
+
+
+def size(array: Array) -> str:
+    """The number of an array's elements."""
+    factors = ["N"] * array.space.n + ["C"] * array.space.c
+    factors += [f"{array.space.level}_{side}" for side in "DHW"] if array.space.level else []
+    factors += [f"parts_{array.parts}"] if array.parts is not None else []
+    return " * ".join(factors or ["1"])
+
+
+# ---------------------------------------------------------------------------------------------------------- where v is
+
+
+def _turned(program: Program) -> list[int]:
+    """The passes that can take the convolution's side channels last: all that write v's gradient, or else read v; or none."""
+    if not program.turns:
+        return []
+    gradient = any(root.name == "dz" for root in program.roots)
+    found = [i for i, text in enumerate(program.texts) if (text.writes_dz if gradient else text.reads_v)]
+    alone = [isinstance(each, Planes) and not each.by_sample and each.level == "e" for each in program.passes]
+    return found if all(alone[i] and not program.texts[i].scalar for i in found) else []
+
+
+def sums_alone(program: Program, number: int) -> bool:
+    """Does a pass write nothing at positions, and read v alone there?"""
+    reads = program.texts[number].pointers.keys()
+    spaces = {array.name: array.space for array in (*program.arrays.values(), *program.given.values())}
+    spaces |= {identifier(leaf.attr[0]): leaf.space for leaf in program.leaves() if leaf.attr[1] != "z"}
+    others = any(spaces[name].level for name in reads if name in spaces)
+    return not others and all(key.what != "value" for key in program.passes[number].targets)
+
+
+def _find_strips(program: Program, own: bool) -> None:
+    """Sets `in_strips`: the passes that are made of v as it is convolved, which wait for no other; and `differentiated`: the pass that
+    makes the gradient of v a plane at a time, or None."""
+    levels, program.in_strips, program.differentiated = program.graph.levels, [], None
+    for i, (each, text) in enumerate(zip(program.passes, program.texts)):
+        if not isinstance(each, Planes):
+            continue
+        known = each.level == "e" or (
+            levels[each.level].parent == "e" and None not in levels[each.level].window
+        )
+        written = {array.name for key, array in program.arrays.items() if key not in each.targets}
+        if own and known and text.reads_v and not written & text.pointers.keys():
+            program.in_strips.append(i)
+        names = [program.arrays[key].name for key in each.targets]
+        if "dz" in names and each.level == "e" and not each.by_sample:
+            program.differentiated = i
+
+
+def keeps_v(program: Program) -> bool:
+    """Does a pass read v when all of it is there?"""
+    return any(text.reads_v for i, text in enumerate(program.texts) if i not in program.in_strips)
+
+
+# ----------------------------------------------------------------------------------------------------------- its calls
 
 
 def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
@@ -254,6 +244,37 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
         else:
             calls.append(small_call(program, i, made[i]))
     return calls
+
+
+def merging(program: Program, number: int) -> list[str]:
+    """A GPU's calls behind a pass, or what stands for one, that makes parts of sums."""
+    partial = [program.arrays[key] for key in program.passes[number].targets]
+    partial = [array for array in partial if array.parts is not None]
+    calls = [f"const int64_t few_{number} = load::few_parts(parts_{number});"] * bool(partial)
+    for array in partial:
+        sums = few(array)
+        of = TYPES[array.kind]
+        calls.append(
+            f"load::merge_parts<{of}>({sums.name}, {array.name}, {size(sums)}, parts_{number}, stream);"
+        )
+    return calls
+
+
+def small_call(program: Program, number: int, made: str) -> str:
+    """A GPU's."""
+    blocks = {"sample": "N", "channel": "C", "one": "1"}[program.passes[number].mode]
+    slices = program.texts[number].slices
+    return f"load::small({made}, {blocks}, stream{f', C, {slices}' * (slices > 1)});"
+
+
+def given_few(program: Program) -> dict[str, str]:
+    """What small passes are given in the place of planes' parts, and of how many there are."""
+    found = {}
+    for array in program.arrays.values():
+        if array.parts is not None and not program.on_cpu:
+            left, parts = f"few_{array.parts}", f"parts_{array.parts}"
+            found |= {parts: left, array.name: f"{left} < {parts} ? {few(array).name} : {array.name}"}
+    return found
 
 
 def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
@@ -301,13 +322,9 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
     ]
 
 
-def size(array: Array) -> str:
-    """The number of an array's elements."""
-    factors = ["N"] * array.space.n + ["C"] * array.space.c
-    factors += [f"{array.space.level}_{side}" for side in "DHW"] if array.space.level else []
-    factors += [f"parts_{array.parts}"] if array.parts is not None else []
-    return " * ".join(factors or ["1"])
+def _extent(level: str, channels: str = "C") -> str:
+    return f"N, {channels}, {level}_D, {level}_H, {level}_W"
 
 
-def _scalar(ctype: str, name: str) -> str:
-    return f"{name}_given" if ctype == "double" else name
+def _extent_of(each: Planes) -> str:
+    return f"load::Extent({_extent(each.level, '1' if each.by_sample else 'C')})"
