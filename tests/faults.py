@@ -96,7 +96,7 @@ FAULTS = [
     Fault("inline_kernels/engine/support.py", "forward_ad._current_level >= 0 and", "False and", "test_engine_fuse.py -k forward_mode"),
     Fault("inline_kernels/engine/support.py", "return f\"{name} has hooks\"", "return None", "test_engine_fuse.py -k leaves_the_others"),
     # ---- engine: capture, graph, algebra, passes, source, schedule, direct
-    Fault("inline_kernels/engine/capture.py", "elif self._writes_an_input(node):", "elif False:", "test_engine_capture.py -k writes_in_place"),
+    Fault("inline_kernels/engine/growth.py", "elif self._writes_an_input(node):", "elif False:", "test_engine_capture.py -k writes_in_place"),
     Fault("inline_kernels/engine/graph.py", "found[arg.id] = found[arg.id] + part if arg.id in found else part", "found[arg.id] = part", "test_engine_capture.py -k random_programs"),
     Fault("inline_kernels/engine/scalars.py", "shared = a.eq(b).where(g * 0.5, g)", "shared = g", "test_semantics.py -k min_add_ties"),
     Fault("inline_kernels/engine/algebra.py", "if None in found or not _may_leave(factor, node):", "if True:", "test_engine_algebra.py -k centred"),
