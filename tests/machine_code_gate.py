@@ -38,9 +38,7 @@ def keep(nvcc: str, folder: str, arguments: list[str]) -> int:
     code = subprocess.run([nvcc, *arguments]).returncode
     if code == 0 and "-o" in arguments:
         what = [Path(arguments[-1]).name, *sorted(a for a in arguments if re.match("-arch|-D", a))]
-        digest = hashlib.sha256(" ".join(what).encode()).hexdigest()[:16]
-        # Of the same name and macros are the texts of several launchers, in the test's order.
-        kept = Path(folder, f"{digest}_{len([*Path(folder).glob(f'{digest}_*.txt')])}")
+        kept = Path(folder, hashlib.sha256(" ".join(what).encode()).hexdigest()[:16])
         shutil.copy(arguments[arguments.index("-o") + 1], kept)
         kept.with_suffix(".txt").write_text(" ".join(what))
     return code
