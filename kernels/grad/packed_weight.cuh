@@ -113,8 +113,7 @@ template <class Base> struct PackedStages : Base {
       g = source.g + (of_g * strips.height + at.row) * strips.width + at.column;
       x = source.x + (of_x * H + first + place.kernel_row) * W + at.column + place.kernel_column;
     }
-    __device__ __forceinline__ void advance_gradient() { g += strips.width; }
-    __device__ __forceinline__ void advance() { Base::advance(*this); }
+    __device__ __forceinline__ void next_row() { g += strips.width; }
   };
 
   // A channel group of the step's g, on its way to a stage: zeros past the end of the row.
@@ -182,7 +181,7 @@ struct PackedWeightSm90
           for (int i = group; i < kWarps; i += kGroupWarps)
             if constexpr (kOfGradient) Base::copy_gradient(to, walk, i);
             else Base::copy_input(to, walk, i);
-          walk.advance();
+          Base::advance(walk);
         } else {
           over = true;
         }
@@ -278,7 +277,7 @@ struct PackedWeightSm80
       if (walk.goes_on()) {
         Base::copy_gradient(gradients + step % kStages * kStage, walk, warp);
         Base::copy_input(shared + step % kSlots * kSlot, walk, warp);
-        walk.advance();
+        Base::advance(walk);
       }
       commit_copies();
       return word;

@@ -109,12 +109,9 @@ struct WideWeight : Operands {
 
 #if __CUDA_ARCH__ >= 800
 
-  // A walk goes down strips, rows tile … end - 1 of all, counted along columns of strips. A step brings a row of
-  // x, and g unless it is `ahead`: the first rows of a column of strips are other taps'. (Walks have their
-  // members each, and no base: in one, these functions compile to other machine code.)
-
-  // To the column of strips with the tile: its pixels across, and the rows first … stop - 1. Where the first
-  // step's g is.
+  // A walk goes down strips: rows tile … end - 1 of all, along columns of strips. A step brings a row of x, and
+  // g unless it is `ahead`: a column's first rows are other taps'. These two are any Walk's; in a base, with
+  // the members, they would compile to other machine code. The place of a column's first step:
   template <class Walk> static __device__ __forceinline__ StripPlace start_column(Walk& walk) {
     const Strips& strips = walk.strips;
     const int64_t column_of_strips = walk.tile / strips.height, n = column_of_strips / strips.of_row;
@@ -124,14 +121,13 @@ struct WideWeight : Operands {
     walk.row = walk.first - (kTapRows - 1), walk.pixels = strips.width - column;
     return {n, walk.row, column};
   }
-  // To the next step.
   template <class Walk> static __device__ __forceinline__ void advance(Walk& walk) {
     if (++walk.row == walk.stop) {
       walk.tile += walk.stop - walk.first;
       if (walk.goes_on()) walk.start();
       return;
     }
-    walk.advance_gradient();
+    walk.next_row();
     // Past the last row of x there are only rows of the filter that don't exist.
     if (kKernelH == kRowGroups * kTapRows || walk.row + kTapRows - 1 + walk.place.kernel_row < walk.H)
       walk.x += walk.W;
@@ -170,10 +166,9 @@ struct WideWeight : Operands {
       x = all_x + ((at.n * kChannelsIn + place.channel_in + group * 8) * H + first + place.kernel_row) * W;
       x += at.column + place.kernel_column;
     }
-    __device__ __forceinline__ void advance_gradient() {
+    __device__ __forceinline__ void next_row() {  // of g
       dy += strips.width, words += store::mask_row(strips.width, kChannelsOut);
     }
-    __device__ __forceinline__ void advance() { WideWeight::advance(*this); }
   };
 
   // 8 channels of a step's g on their way to shared memory, in a warp's registers: the walk's, or by way of
