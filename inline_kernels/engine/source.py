@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .gates import closing, is_drawn  # noqa: F401 (programs.py asks here whether a gate is drawn)
+from .gates import closing
 from .naming import (
     CONVOLUTION,
     DWEIGHT,
