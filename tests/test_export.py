@@ -823,6 +823,14 @@ def test_inputs_that_its_kernels_are_not_for(x, message):
         model(x)
 
 
+@pytest.mark.parametrize("x", [None, [1.0], torch.rand(4, 3, 10, 12).numpy()], ids=["None", "list", "numpy"])
+def test_what_is_no_tensor_raises_as_in_eager(x):
+    model, reference, _ = pair(ran(text_of("direct")))
+    for each in (model, reference):
+        with pytest.raises(TypeError):
+            each(x)
+
+
 def test_what_stands_around_the_model_is_asked_at_each_call(monkeypatch):
     model, _, x = pair(ran(text_of("direct")))
     model(x)

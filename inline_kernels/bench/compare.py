@@ -401,6 +401,8 @@ def compare_pair(
     """
     if not isinstance(reference, nn.Module):
         raise TypeError(f"expected a module as the reference, got {reference!r}")
+    if not callable(make_inputs):
+        raise TypeError(f"expected make_inputs to be a function, got a {type(make_inputs).__name__}")
     device = pick_device(device)[0]
 
     def inputs():

@@ -234,6 +234,8 @@ class ModelNew(Model):
     """Model by the kernels above. Where they can't stand for it, a call raises RuntimeError and says why."""
 
     def forward(self, x):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"expected x to be a tensor, got a {type(x).__name__}")
         dropouts = [(path, each) for path, each in self.named_modules() if isinstance(each, nn.Dropout)]
         if odd := [dropout.p for _, dropout in dropouts if not 0 <= dropout.p <= 1]:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {odd[0]}")
