@@ -113,7 +113,7 @@ class Growth:
             return self._module_call(node)
         row = ops.find(node.target) if node.op in ("call_function", "call_method") else None
         if row is None:
-            raise NotAccepted(f"{name_of(node)} isn't in the table")
+            raise NotAccepted(f"there are no kernels for {name_of(node)}")
         beside = self._reference(node)
         args = fx.node.map_aggregate(node.args, lambda a: self._operand(a, beside))
         return row, list(args), dict(fx.node.map_aggregate(node.kwargs, lambda a: self._operand(a, beside)))
@@ -122,7 +122,7 @@ class Growth:
         module = self.context.attribute(node.target)
         own = ops.MODULES.get(type(module))
         if own is None:
-            raise NotAccepted(f"{type(module).__name__} isn't in the table")
+            raise NotAccepted(f"there are no kernels for {type(module).__name__}")
         if has_hooks(module):
             raise NotAccepted("it has hooks")
         if len(node.args) != 1 or node.kwargs:

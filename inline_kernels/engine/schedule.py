@@ -587,5 +587,9 @@ def _pass_words(plan: Plan, program: Program, names: naming.Names, number: int) 
     known = {a.name: a for a in (*program.arrays.values(), *program.given.values(), *names.incoming.values())}
     read = [known[name] for name, ctype in text.pointers.items() if ctype.startswith("const")]
     read += [known["v"]] if text.reads_v else []
-    megabytes = [sum(_bytes(plan, program, a) for a in arrays) / 1e6 for arrays in (read, own)]
-    return f"{' and '.join(made)} (reads {megabytes[0]:.1f} MB, writes {megabytes[1]:.1f} MB)"
+    reads, writes = [_size(sum(_bytes(plan, program, a) for a in arrays)) for arrays in (read, own)]
+    return f"{' and '.join(made)} (reads {reads}, writes {writes})"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 50_000 else f"{count / 1e3:.1f} KB"
