@@ -210,6 +210,8 @@ def picture(rows: list[dict], path: Path) -> None:
                 "facecolors": f"C{number}" if ok else "none",
             }
             axes.scatter(*zip(*points or [(math.nan, math.nan)]), label=dtype if ok else None, **style)
+    hollow = {"color": "grey", "marker": "o", "s": 22, "facecolors": "none"}
+    axes.scatter(math.nan, math.nan, label=f"> {SLACK:.0%} slower", **hollow)
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP a byte, log axis)")
     axes.set_ylabel("times as fast as the faster of\neager and torch.compile (log axis)")
     axes.set_yticks([0.5, 0.7, 1, 1.5, 2, 3, 4, 6], ["0.5", "0.7", "1", "1.5", "2", "3", "4", "6"])

@@ -102,8 +102,11 @@ class ProblemFile(NamedTuple):
         return model, self.ModelNew(*self.get_init_inputs())
 
     def x(self) -> torch.Tensor:
-        """A fresh input. Raises ValueError where forward takes others than one tensor."""
+        """A fresh input. Raises ValueError where get_inputs gives another thing than a list of one tensor."""
         inputs = self.get_inputs()
+        if not isinstance(inputs, (list, tuple)):
+            kind = type(inputs).__name__
+            raise ValueError(f"{self.path}: expected get_inputs to give one tensor in a list, got a {kind}")
         if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
             kinds = ", ".join(type(each).__name__ for each in inputs)
             raise ValueError(f"{self.path}: expected get_inputs to give one tensor, got {kinds or 'nothing'}")
@@ -117,13 +120,22 @@ class ProblemFile(NamedTuple):
         return x[tuple(map(slice, size))].contiguous().to(device or "cpu")
 
     def problem(self) -> Problem:
-        """The same with `fused(Model)`, under the file's name."""
+        """The same with `fused(Model)`, under the file's name. Raises ValueError where the file's names are other things than said."""
+        if not (isinstance(self.Model, type) and issubclass(self.Model, nn.Module)):
+            raise ValueError(f"{self.path}: expected Model to be a class of modules, got {self.Model!r}")
+        given = self.get_init_inputs()
+        if not isinstance(given, (list, tuple)):
+            kind = type(given).__name__
+            raise ValueError(
+                f"{self.path}: expected get_init_inputs to give a list of the constructor's arguments, got a {kind}"
+            )
         new, x = fused(self.Model), self.x()
         setattr(sys.modules[new.__module__], new.__name__, new)  # where pickle looks for it
         number = int(re.match(r"\d*", self.name)[0] or 0)
         sizes = tuple(x.shape), max(1, len(x) // CPU_SHARE)
-        arguments = tuple(self.get_init_inputs())
-        return Problem(self.name, number, self.Model, new, arguments, *sizes, draw=self.draw, file=self.path)
+        return Problem(
+            self.name, number, self.Model, new, tuple(given), *sizes, draw=self.draw, file=self.path
+        )
 
     @property
     def name(self) -> str:

@@ -75,7 +75,7 @@ def _update(segment, a, statistics):
 
 def _saved(case):
     positions = case.sizes.levels["e"][3 - (case.x.dim() - 2) :]
-    return [((case.sizes.N, case.sizes.C, *positions), case.x.dtype)]
+    return [((case.sizes.N, case.sizes.C, *positions), case.x.dtype, torch.contiguous_format)]
 
 
 def _backward(plan, dy, a, saved, needs):

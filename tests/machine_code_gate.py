@@ -1,8 +1,8 @@
 """Is the machine code the same as it was at another commit? Asked when sources move, or are written otherwise, and nothing is to change.
 
-    python tests/machine_code_gate.py --base main      # every CUDA build of tests/test_kernels_compile.py, of that commit and of here
+    python tests/machine_code_gate.py --base main      # every CUDA build of TESTS, of that commit and of here
 
-Each tree's own test runs, with this file in nvcc's place, which keeps what nvcc makes. Two builds are alike where they have the same
+Each tree's own tests run, with this file in nvcc's place, which keeps what nvcc makes. Two builds are alike where they have the same
 kernels, of the same instructions, registers and memory; what functions, labels and namespaces are called does not count. It takes
 minutes, and no GPU.
 """
@@ -22,12 +22,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = [
+    *(f"tests/test_{name}.py" for name in ("kernels_compile", "engine_gradients", "engine_direct")),
+    "-k",
+    "test_kernels_compile or nvcc_finds_room or registers_spilled",
+]
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
 def keep(nvcc: str, folder: str, arguments: list[str]) -> int:
     """Runs `nvcc`; what it makes goes to `folder` as well, with its source, architecture and macros in a file beside it."""
-    arguments = ["-cubin" if each == "-c" else each for each in arguments]  # the host's half is not asked for
+    # Neither the host's half is asked for, nor what the front end alone makes of a source.
+    arguments = ["-cubin" if a in ("-c", "-ptx") else a for a in arguments if a not in ("-Xcicc", "-O0")]
     code = subprocess.run([nvcc, *arguments]).returncode
     if code == 0 and "-o" in arguments:
         what = [Path(arguments[-1]).name, *sorted(a for a in arguments if re.match("-arch|-D", a))]
@@ -38,7 +44,7 @@ def keep(nvcc: str, folder: str, arguments: list[str]) -> int:
 
 
 def build(tree: Path, folder: Path) -> None:
-    """All that the test of `tree` compiles, into `folder`."""
+    """All that the tests of `tree` compile, into `folder`."""
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         wrapper = Path(name, "nvcc")
@@ -47,15 +53,7 @@ def build(tree: Path, folder: Path) -> None:
         )
         wrapper.chmod(0o755)
         environment = {**os.environ, "PATH": f"{name}:{os.environ['PATH']}"}
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "tests/test_kernels_compile.py",
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
         subprocess.run(command, cwd=tree, env=environment, check=True)
 
 

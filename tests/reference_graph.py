@@ -13,8 +13,9 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 
-from inline_kernels.engine.capture import Captured, Segment
+from inline_kernels.engine.capture import Captured
 from inline_kernels.engine.graph import Graph, Node, Space, order
+from inline_kernels.engine.segment import Segment
 
 FUNCTIONS = {
     "add": torch.add,

@@ -128,6 +128,15 @@ def test_its_names_are_its_own(file, tmp_path):
         (FILE.replace("def get_inputs", "def inputs"), "found no get_inputs"),
         (FILE.replace("9, 11) + 100]", "9, 11), 2.0]"), "one tensor, got Tensor, float"),
         (FILE.replace("return [torch.randn(4, 3, 9, 11) + 100]", "return []"), "one tensor, got nothing"),
+        (
+            FILE.replace("[torch.randn(4, 3, 9, 11) + 100]", "torch.randn(4, 3, 9, 11)"),
+            "one tensor in a list, got a Tensor",
+        ),
+        (
+            FILE.replace("return [6, -0.5]", "return None"),
+            "a list of the constructor's arguments, got a NoneType",
+        ),
+        (FILE + "\ndef Model(): pass", "expected Model to be a class of modules, got <function Model"),
     ],
 )
 def test_what_is_expected_of_it(file, text, what):

@@ -63,6 +63,23 @@ def test_what_differs_is_checked(x, error):
         assert y.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("trusting", [False, True])
+def test_what_lies_channels_last_is_given_as_it_is(trusting):
+    """The launcher's array is (N, ..., C), contiguous; of a tensor that lies otherwise the check at the first call tells."""
+    n = 2 * 3 * 4 * 5
+    launch = affine().bound(2.0, False, n, trusting=trusting, new=1, last=(0, 2))
+    for add in (1, 2):
+        y = torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+        x = torch.randn_like(y)
+        launch(y, torch.zeros(1), x, add)
+        assert torch.equal(y, 2 * x + add)
+        with torch.profiler.profile():  # each call is the operator's then
+            launch(y, torch.zeros(1), x, 7)
+        assert torch.equal(y, 2 * x + 7)
+    with pytest.raises(RuntimeError, match="affine: x: expected a contiguous tensor"):
+        affine().bound(2.0, False, n, trusting=trusting, last=(0, 2))(y, torch.zeros(1), x.contiguous(), 1)
+
+
 def test_memory_that_was_freed_is_not_read():
     """Of a whole storage and of a view behind its start, by the operator and by what is bound."""
     kernel, (y, largest) = affine(), outputs()

@@ -300,6 +300,11 @@ def test_a_pair_that_cannot_be_compared(reference, message):
         compare.compare_pair(reference, nn.Identity(), lambda: [torch.rand(3, 4)], device="cpu")
 
 
+def test_inputs_are_drawn_by_a_function():
+    with pytest.raises(TypeError, match="expected make_inputs to be a function, got a Tensor"):
+        compare.compare_pair(nn.Identity(), nn.Identity(), torch.rand(3, 4), device="cpu")
+
+
 @pytest.mark.parametrize("name", ["checks", "honesty", "compare"])
 def test_imports_no_model_and_no_problem(name):
     text = (Path(compare.__file__).parent / f"{name}.py").read_text()

@@ -252,7 +252,7 @@ REFUSED = {
     "adaptive pool": lambda v, m: F.adaptive_avg_pool2d(v, 3),
     "squeeze without dim": lambda v, m: v.squeeze(),
     "channels and positions together": lambda v, m: v.flatten(1),
-    "isn't in the table": lambda v, m: torch.erf(v),
+    "there are no kernels for": lambda v, m: torch.erf(v),
     "dtype": lambda v, m: torch.softmax(v, 1, dtype=torch.float32),
     "used later": _inplace(lambda w, m: (w * 2.0, w.add_(1.0), w.mul_(w * 2.0))),
 }  # fmt: skip

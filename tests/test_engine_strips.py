@@ -15,7 +15,7 @@ from torch import nn
 import inline_loader
 from inline_kernels import fuse
 from inline_kernels.engine import cases, source, strips
-from inline_kernels.engine.capture import Conv
+from inline_kernels.engine.segment import Conv
 
 optimised = pytest.mark.usefixtures("optimised")
 

@@ -43,14 +43,9 @@ from torch import Tensor, nn
 from inline_kernels.bench import checks
 from inline_kernels.bench.charts import cpu_name
 from inline_kernels.bench.checks import PHASES, Contestant, Error, has_backward
-from inline_kernels.bench.honesty import (
-    Probe,
-    changes,
-    dishonesty,
-    put_back,
-    surroundings,
-)
+from inline_kernels.bench.honesty import Probe, dishonesty
 from inline_kernels.bench.records import output_of
+from inline_kernels.bench.surroundings import changes, put_back, surroundings
 from inline_kernels.bench.timing import Call, Deal, _settings, call_times, extra_memory, host_times, time
 from inline_kernels.loader import guarded
 
@@ -406,6 +401,8 @@ def compare_pair(
     """
     if not isinstance(reference, nn.Module):
         raise TypeError(f"expected a module as the reference, got {reference!r}")
+    if not callable(make_inputs):
+        raise TypeError(f"expected make_inputs to be a function, got a {type(make_inputs).__name__}")
     device = pick_device(device)[0]
 
     def inputs():

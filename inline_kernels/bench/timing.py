@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from inline_kernels.bench import checks
 from inline_kernels.bench.checks import Contestant, Error
-from inline_kernels.bench.honesty import Probe, state_of, tracers, unlike
+from inline_kernels.bench.honesty import Probe, state_of, unlike
+from inline_kernels.bench.surroundings import tracers
 
 
 class Timing(NamedTuple):

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from . import library, precision
-from .capture import Captured, Segment
+from .capture import Captured
+from .segment import Segment
 from .tracing import has_hooks
 
 OPERAND, KEPT, ENDS = "operand", "kept", "ends"

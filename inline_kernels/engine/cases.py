@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import between, library, source
+from . import between, library, naming
 from .graph import Space
 from .passes import Unsupported
 
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 def places(segment) -> dict[str, int]:
     """The numbers of arguments that are tensors, by the names of arrays."""
     names = segment.tensors
-    return {source.identifier(name): i for i, name in enumerate(names)} | {"seed": len(names)}
+    return {naming.identifier(name): i for i, name in enumerate(names)} | {"seed": len(names)}
 
 
 def first_number(segment) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import cases, choice, library, mainloops, programs, schedule, source, tiling
+from . import cases, choice, library, mainloops, naming, programs, schedule, source, tiling
 from .algebra import reordered
 from .cases import Case
 from .graph import ELEMENTS, Node, order
@@ -236,7 +236,7 @@ class _Writer:
         if node.op == "count":
             return f"real({_count(node)})"
         if node.op == "const":
-            return source.literal(node.attr)
+            return naming.literal(node.attr)
         return self._member(node).name if _is_number(node) else known[node]
 
     def _leaf(self, node: Node) -> str:
@@ -245,12 +245,12 @@ class _Writer:
         member, space = self._member(node), node.space
         if not space.small:
             return f"real({member.name}[at])"
-        return f"real({member.name}[{source.index_of(space, 'n', 'c', 'CHANNELS_OUT')}])"
+        return f"real({member.name}[{naming.index_of(space, 'n', 'c', 'CHANNELS_OUT')}])"
 
     def _member(self, node: Node) -> Member:
         name, kind = node.attr
         if name not in self.members:
-            own = source.identifier(name)
+            own = naming.identifier(name)
             while own in self.names:
                 own += "_"
             self.names.add(own)
@@ -378,14 +378,14 @@ def _write_saving(segment, mainloop: Mainloop, composed: programs.Composed) -> W
     nodes["v"] = segment.graph.leaf("z", ELEMENTS, "z")
     arrays = [
         Array("y", "output", nodes["y"].space),
-        *[a for a in composed.saved if a is not source.KEPT],
+        *[a for a in composed.saved if a is not naming.KEPT],
     ]
     known = all(_copied(nodes[array.name]) for array in composed.forward.kept)
     if len(arrays) > mainloop.most or not known or any(array.space != ELEMENTS for array in arrays):
         raise Unsupported("backward needs more than it stores")
     if mainloop.takes != "elements":
         raise Unsupported(f"it takes {mainloop.takes}, not elements")
-    types = {"output": "output_t", **source.TYPES, "real": "accumulate_t"}
+    types = {"output": "output_t", **naming.TYPES, "real": "accumulate_t"}
     results = []
     for array in arrays:
         found = Stored(array.name, types[array.kind], Text([], []))
@@ -481,7 +481,7 @@ def _job(written: Written, case: Case) -> Job:
 
 def _build(written: Written, case: Case) -> dict:
     return {
-        "name": f"direct_{source.identifier(case.segment.conv.name)}",
+        "name": f"direct_{naming.identifier(case.segment.conv.name)}",
         "source": written.source,
         "device": "cuda",
         "defines": written.mainloop.all_defines(case.segment, _job(written, case)) | case.defines,

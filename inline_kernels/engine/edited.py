@@ -18,7 +18,7 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.loader.source import Launcher, parse_launchers
 
-from . import library, programs, schedule, source
+from . import library, naming, programs, schedule
 from .cases import Case
 from .followed import NotFollowed, followed
 
@@ -100,7 +100,7 @@ class Edited:
     def _copies(segment, back: schedule.Plan) -> list[tuple[int, list[int], torch.dtype]]:
         """What is kept of parameters: of which argument, in what shape and dtype."""
         names = [leaf.attr[0] for leaf in segment.inputs] + [*segment.parameters]
-        at = {f"kept_{source.identifier(name)}": i for i, name in enumerate(names)}
+        at = {f"kept_{naming.identifier(name)}": i for i, name in enumerate(names)}
         arrays = [array for array in back.composed.saved if array.name != "v"]
         return [(at[a.name], back.sizes.shape(a.space), schedule._dtype(back, a)) for a in arrays]
 

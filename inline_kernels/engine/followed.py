@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 
 from .graph import Graph, Node, differentiated, order, walk
+from .naming import identifier, local
 from .scalars import SCALARS
-from .source import identifier, local
 
 _DEFINED = re.compile(r"const auto (\w+) = (.*);")
 _LOADED = re.compile(r"(real|double)\(\w+\[.*\]\)|\w+\.(read|shared)\(\w+\)( != 0)?")

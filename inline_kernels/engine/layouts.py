@@ -81,10 +81,8 @@ class Turns:
     rounds in planes."""
 
     def __init__(self, kernels: object):
-        self.kernels, self.launches = (
-            kernels,
-            {},
-        )  # by the launcher's name, its numbers, and the tensors that lie channels last
+        self.kernels = kernels
+        self.launches: dict[tuple, Callable] = {}  # by launcher, numbers, and which tensors lie channels last
 
     def channels_last(self, like: Tensor, rounds: bool) -> Callable[[Tensor], Tensor]:
         """What lies so already comes as it is."""
@@ -105,13 +103,8 @@ class Turns:
 
     def rounded(self, like: Tensor) -> Callable[[Tensor], Tensor]:
         """To TF32, of what lies channels last."""
-        turn = _Turn.of(like, True)
-        return self._launched(
-            turn._replace(
-                layout=library.channels_last(like), numbers=(1, 1, like.numel()), last=(True, True)
-            ),
-            True,
-        )
+        layout, numbers = library.channels_last(like), (1, 1, like.numel())
+        return self._launched(_Turn(_Turn.of(like, True).like, layout, numbers, (True, True)), True)
 
     def met(self, like: Tensor, strides: Sequence[int], rounds: bool) -> Callable[[Tensor], Tensor]:
         """Of an x (N, C, height, width) in planes, every so many rows and columns, channels last."""
@@ -146,9 +139,8 @@ class Turns:
         """By one launch, where both need one."""
         if not (rounds or one.moves and other.moves):
             return _of_each(self._one(one, rounds), self._one(other, rounds))
-        last = [
-            i for i, is_last in enumerate((one.last[0], other.last[0], one.last[1], other.last[1])) if is_last
-        ]
+        are_last = one.last[0], other.last[0], one.last[1], other.last[1]
+        last = [i for i, is_last in enumerate(are_last) if is_last]
         launch = self._launch("transpose_both", (*one.numbers, *other.numbers, rounds), last)
         empty_like = torch.empty_like
 

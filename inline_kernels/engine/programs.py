@@ -1,7 +1,7 @@
 """A segment's passes and those of its gradients as programs, with their text: what the schedule `load` runs, and others in part.
 
 passes.py decides what is computed in which pass, source.py writes it down; here is what backward needs, and what of that forward keeps: v, or masks
-in its place where backward needs no more of it, and small values in one tensor, source.KEPT.
+in its place where backward needs no more of it, and small values in one tensor, naming.KEPT.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from . import between, source, strips
+from . import between, gates, naming, source, strips
 from .algebra import factored, reordered
 from .cases import Case
 from .graph import ELEMENTS, Facts, Node, Space, down_to, order
@@ -26,9 +26,9 @@ class Composed(NamedTuple):
 
     text: str
     forward: Program
-    forward_names: source.Names
+    forward_names: naming.Names
     backward: Program | None
-    backward_names: source.Names | None
+    backward_names: naming.Names | None
     saved: list[Array]
     gradients: dict[Node, Root | None]
     own: source.Own
@@ -92,7 +92,7 @@ def _compose(segment, kind: Kind) -> Composed:
     ahead.operand = "y" if kind.operand else ""
     if kind.saving and (small := [array for array in saved if array.space.small]):
         ahead.kept = back.kept = small
-        saved = [*[array for array in saved if array not in small], source.KEPT]
+        saved = [*[array for array in saved if array not in small], naming.KEPT]
     turns = kind.device == "cuda"
     if turns and not segment.conv.is_nothing:
         ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes
@@ -114,7 +114,7 @@ def running_statistics(segment, statistics: Sequence[Node]) -> list[Root]:
         for name, node in ((update.mean_buffer, mean), (update.variance_buffer, unbiased)):
             before = found[name] if name in found else graph.leaf(name, node.space, "buffer")
             found[name] = before * (1.0 - update.momentum) + node * update.momentum
-    return [Root(source.identifier(name), node, node.space, "real") for name, node in found.items()]
+    return [Root(naming.identifier(name), node, node.space, "real") for name, node in found.items()]
 
 
 def differentiated(segment, y: Node, kind: Kind) -> Composed:
@@ -143,7 +143,7 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
         if node is None:
             gradients[leaf] = None
             continue
-        name, of = ("dz", "value") if leaf is z else (f"d_{source.identifier(leaf.attr[0])}", "parameter")
+        name, of = ("dz", "value") if leaf is z else (f"d_{naming.identifier(leaf.attr[0])}", "parameter")
         if leaf.attr[1] == "input":
             of = "value"
         gradients[leaf] = roots.setdefault((node, leaf.space, of), Root(name, node, leaf.space, of))
@@ -165,7 +165,7 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
         node: arrays.setdefault(past.now(node), _saved_array(node, z, kind.few_channels)) for node in kept
     }
     gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept and not only_v else None
-    if gate and not source.is_drawn(gate[0]):
+    if gate and not gates.is_drawn(gate[0]):
         gate = None  # counting costs as much as what it may save
     if gate:
         given[gate[1]] = Array("kept_alive", "double", gate[1].space)
@@ -291,7 +291,7 @@ class _Past:
     def was(self, node: Node) -> Node:
         """Forward's value, of copies in the place of parameters."""
         if node.is_leaf("parameter"):
-            then = self.graph.leaf(f"kept_{source.identifier(node.attr[0])}", node.space, "parameter")
+            then = self.graph.leaf(f"kept_{naming.identifier(node.attr[0])}", node.space, "parameter")
             self.copies[then] = node
             return then
         if node not in self._was:
@@ -351,7 +351,7 @@ def _saved_array(node: Node, z: Node, few_channels: bool) -> Array:
     return Array(f"kept_{node.op}_{node.id}", kind, node.space)
 
 
-def names_of(segment, program: Program) -> source.Names:
+def names_of(segment, program: Program) -> naming.Names:
     """Of what comes into a program's launcher."""
     incoming: dict[Node, Array] = {}
     scalars, random = [], {}
@@ -364,8 +364,8 @@ def names_of(segment, program: Program) -> source.Names:
             random[name] = drawn[name]
             incoming[node] = Array("seed", "seed", Space(False, False, ""))
         else:
-            own = source.identifier(name)
+            own = naming.identifier(name)
             array = {"z": ("v", "value"), "dy": ("dy", "output"), "input": (own, "value")}
             array |= {"parameter": (own, "parameter")}
             incoming[node] = Array(*array.get(kind, (own, "real")), node.space)
-    return source.Names(incoming, scalars, random)
+    return naming.Names(incoming, scalars, random)

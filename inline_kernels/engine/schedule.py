@@ -23,7 +23,7 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.engine import library
 
-from . import between, gradients, layouts, source, strips
+from . import between, gradients, layouts, naming, source, strips
 from .cases import CTYPES, Case, Sizes, first_number, places
 from .graph import ELEMENTS, Space
 from .launching import Entry, Launch, new_of, picking
@@ -99,7 +99,7 @@ class Plan:
 
 
 def _build(case: Case) -> dict:
-    name = "tail_" + source.identifier(case.segment.conv.name)
+    name = "tail_" + naming.identifier(case.segment.conv.name)
     composed = composed_of(case.segment, kind_for(case))
     layout = {"CHANNELS_LAST": "1"} if _is_last(case, composed) else {}
     if layout and between.rounds(case.segment, case.x):
@@ -238,7 +238,7 @@ def _may_write_over_v(composed: Composed) -> bool:
     return program.roots[0].space == ELEMENTS and not program.texts[own].scalar and not any(reads[own + 1 :])
 
 
-def _numbers(plan: Plan, program: Program, names: source.Names, arguments: Sequence) -> list:
+def _numbers(plan: Plan, program: Program, names: naming.Names, arguments: Sequence) -> list:
     segment, sizes = plan.segment, plan.sizes
     values = dict(zip(segment.scalars, arguments[first_number(segment) :]))
     found: list = [float(values[name]) for name in names.scalars]
@@ -316,9 +316,9 @@ def _dtype(plan: Plan, array: Array) -> torch.dtype:
 
 def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
     shape = plan.sizes.shape(array.space)
-    if array in (source.SCRATCH, source.KEPT):
+    if array in (naming.SCRATCH, naming.KEPT):
         return [sum((_bytes(plan, program, a) + 15) // 16 * 2 for a in source.rooms(program)[array])]
-    if array is source.PASSES:
+    if array is naming.PASSES:
         return [1]
     if array.name == "dz" and plan.layout == UNITS:
         return [gradients.size(plan.sizes.N, plan.sizes.C, plan.sizes.positions("e"), plan.value_dtype)]
@@ -337,7 +337,7 @@ def launch_of(
     plan: Plan,
     launcher,
     program: Program,
-    names: source.Names,
+    names: naming.Names,
     arguments: Sequence,
     given: Sequence[str] = (),
     shapes: Mapping = {},
@@ -571,12 +571,12 @@ def _words(plan: Plan, own: str | None, backward: str) -> str:
     return "".join(words)
 
 
-def passes_in_words(plan: Plan, program: Program, names: source.Names) -> str:
+def passes_in_words(plan: Plan, program: Program, names: naming.Names) -> str:
     passes = [i for i, one in enumerate(program.passes) if isinstance(one, Planes)]
     return ", ".join(_pass_words(plan, program, names, i) for i in passes) or "small values"
 
 
-def _pass_words(plan: Plan, program: Program, names: source.Names, number: int) -> str:
+def _pass_words(plan: Plan, program: Program, names: naming.Names, number: int) -> str:
     results = {root.name for root in program.roots}
     own = [program.arrays[key] for key in program.passes[number].targets]
     made = dict.fromkeys(
@@ -587,5 +587,9 @@ def _pass_words(plan: Plan, program: Program, names: source.Names, number: int) 
     known = {a.name: a for a in (*program.arrays.values(), *program.given.values(), *names.incoming.values())}
     read = [known[name] for name, ctype in text.pointers.items() if ctype.startswith("const")]
     read += [known["v"]] if text.reads_v else []
-    megabytes = [sum(_bytes(plan, program, a) for a in arrays) / 1e6 for arrays in (read, own)]
-    return f"{' and '.join(made)} (reads {megabytes[0]:.1f} MB, writes {megabytes[1]:.1f} MB)"
+    reads, writes = [_size(sum(_bytes(plan, program, a) for a in arrays)) for arrays in (read, own)]
+    return f"{' and '.join(made)} (reads {reads}, writes {writes})"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 50_000 else f"{count / 1e3:.1f} KB"

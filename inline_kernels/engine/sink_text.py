@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from . import direct, source
+from . import direct, naming
 from .graph import ELEMENTS, ONE, Node, down_to, order, walk
 from .passes import Array, Key, Program, Unsupported, over_channels
 
@@ -65,8 +65,8 @@ class Writer(direct._Writer):
     def _write(self, node: Node, known: dict[Node, str], lines: list[str]) -> None:
         if node in self.arrays and node not in known:
             array = self.arrays[node]
-            self.members.setdefault(array.name, direct.Member(array.name, source.TYPES[array.kind], -1, True))
-            known[node] = f"real({array.name}[{source.index_of(node.space, 'n', 'c', 'CHANNELS_OUT')}])"
+            self.members.setdefault(array.name, direct.Member(array.name, naming.TYPES[array.kind], -1, True))
+            known[node] = f"real({array.name}[{naming.index_of(node.space, 'n', 'c', 'CHANNELS_OUT')}])"
         else:
             super()._write(node, known, lines)
 
@@ -91,7 +91,7 @@ class Sink(NamedTuple):
 
     @property
     def element(self) -> str:
-        return {"output": "output_t", "value": "value_t"}.get(self.array.kind, source.TYPES[self.array.kind])
+        return {"output": "output_t", "value": "value_t"}.get(self.array.kind, naming.TYPES[self.array.kind])
 
     @property
     def what(self) -> str:
@@ -162,7 +162,7 @@ class Pass:
     def _keep(self, name: str, writer: Writer, lines: Sequence[str]) -> None:
         self.lines += [*lines, ""]
         members = writer.members.items()
-        self.given[name] = [key if m.argument == -1 else source.identifier(key) for key, m in members]
+        self.given[name] = [key if m.argument == -1 else naming.identifier(key) for key, m in members]
 
     def _arrays(self) -> dict[Node, Array]:
         return {

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import cases, choice, direct, mainloops, programs, source, tiling
+from . import cases, choice, direct, mainloops, naming, programs, source, tiling
 from .algebra import reordered, statistics_of_v
 from .cases import Case
 from .graph import ELEMENTS, order
@@ -147,7 +147,7 @@ class _Composer:
     # ---- the launcher
     def _source(self, parts: Mapping[int, Pass]) -> Composed:
         tensors, numbers, random = self._given()
-        names = [source.identifier(name) for name in [name for name, _ in tensors] + numbers]
+        names = [naming.identifier(name) for name in [name for name, _ in tensors] + numbers]
         if len({*names}) < len(names) or _OWN_NAMES & {*names}:
             raise Unsupported("a parameter has a name that the kernel has itself")
         arrays = self.program.arrays
@@ -169,11 +169,11 @@ class _Composer:
                     planned += self._blocks(i, sink)
                     body += self._merged(i, sink)
             body += source.merging(self.program, i)
-        declared = [f"Out<{source.EXPORTED[a.kind]}> {a.name}" for a in results]
+        declared = [f"Out<{naming.EXPORTED[a.kind]}> {a.name}" for a in results]
         declared += ["In<value_t> x", "In<value_t> weight"]
-        declared += [f"In<{kind}> {source.identifier(name)}" for name, kind in tensors]
+        declared += [f"In<{kind}> {naming.identifier(name)}" for name, kind in tensors]
         declared += ["In<int64_t> seed", "int64_t number"] * random
-        declared += [f"double {source.identifier(name)}_given" for name in numbers]
+        declared += [f"double {naming.identifier(name)}_given" for name in numbers]
         launcher = [*self._sizes(numbers), *planned, *self._memory(results, parts), *locals_, *body]
         text = [
             f"// {self.segment.conv.name}",
@@ -226,7 +226,7 @@ class _Composer:
             lines.append(f"const int64_t {', '.join(sizes)};")
         levels = "e", *self.graph.levels
         lines += [f"const load::Extent extent_{name}(N, C, {name}_D, {name}_H, {name}_W);" for name in levels]
-        lines += [f"const real {source.identifier(n)} = real({source.identifier(n)}_given);" for n in numbers]
+        lines += [f"const real {naming.identifier(n)} = real({naming.identifier(n)}_given);" for n in numbers]
         lines.append(f"const Values values(x, weight{', walk' * self.mainloop.walks});")
         return [*lines, *self.convolving.prepared]
 
@@ -238,14 +238,14 @@ class _Composer:
                 lines.append(f"const int64_t parts_{i} = extent_{each.level}.positions() / {of_block} + 1;")
         made = [a for a in self.program.arrays.values() if a not in results and a.name != "stored"]
         made += [source.few(a) for a in made if a.parts is not None]
-        sizes = [f"({source.size(a)}) * int64_t(sizeof({source.TYPES[a.kind]}))" for a in made]
+        sizes = [f"({source.size(a)}) * int64_t(sizeof({naming.TYPES[a.kind]}))" for a in made]
         if made:
             lines.append(
                 f"const Scratch<double> scratch({' + '.join(f'({size} + 15) / 16 * 2' for size in sizes)}, stream);"
             )
             lines.append("double* next = scratch;")
         lines += [
-            f"{source.TYPES[a.kind]}* const {a.name} = load::next<{source.TYPES[a.kind]}>(next, {source.size(a)});"
+            f"{naming.TYPES[a.kind]}* const {a.name} = load::next<{naming.TYPES[a.kind]}>(next, {source.size(a)});"
             for a in made
         ]
         if self.stores:
@@ -361,7 +361,7 @@ def _job(found: Composed, case: Case) -> Job:
 
 def _build(mainloop, found: Composed, case: Case) -> dict:
     defines = case.defines | mainloop.all_defines(case.segment, _job(found, case))
-    name = f"sinks_{source.identifier(case.segment.conv.name)}"
+    name = f"sinks_{naming.identifier(case.segment.conv.name)}"
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
 
 
@@ -388,7 +388,7 @@ def plan(case: Case) -> Launch:
         table.append(Entry(array.name, kind, place, shape, True))
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at)]
-    table += [Entry(name, dtypes[kind], at[source.identifier(name)]) for name, kind in found.tensors]
+    table += [Entry(name, dtypes[kind], at[naming.identifier(name)]) for name, kind in found.tensors]
     if found.random:
         table.append(Entry("seed", torch.int64, at["seed"]))
     values = dict(zip(segment.scalars, arguments[cases.first_number(segment) :]))

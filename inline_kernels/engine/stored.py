@@ -7,10 +7,10 @@ schedule.py's functions and signatures. The convolution is planned as a segment 
 from __future__ import annotations
 
 from . import direct, programs, schedule, sinks
-from .capture import Segment
 from .cases import Case
 from .graph import ELEMENTS, Graph
 from .schedule import Unsupported, backward, forward, saved
+from .segment import Segment
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 

@@ -65,7 +65,7 @@ class Image:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """source.py's `_CONVOLUTION`."""
+        """naming.py's `CONVOLUTION`."""
         return self.channels, *self.size, self.taps[0], *self.padding
 
 

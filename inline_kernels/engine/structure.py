@@ -46,7 +46,7 @@ class Structure:
         if captured and not segments:
             known = {**_altered(captured.module.graph, model), **captured.opaque, **captured.remarks}
             why = [f"{name}: {reason}" for name, reason in known.items()]
-            self.reason = "; ".join(["there is no convolution with a tail that kernels take", *why])
+            self.reason = "; ".join(["there is no Conv2d or Conv3d with a tail that kernels take", *why])
         by_value = captured.values if captured else frozenset()
         numbers = {name for segment in segments for name in segment.scalars} - by_value
         replaced = {name for segment in segments for name in called(segment)}

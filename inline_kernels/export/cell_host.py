@@ -234,6 +234,8 @@ class ModelNew(Model):
     """Model by the kernels above. Where they can't stand for it, a call raises RuntimeError and says why."""
 
     def forward(self, x):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"expected x to be a tensor, got a {type(x).__name__}")
         dropouts = [(path, each) for path, each in self.named_modules() if isinstance(each, nn.Dropout)]
         if odd := [dropout.p for _, dropout in dropouts if not 0 <= dropout.p <= 1]:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {odd[0]}")
@@ -241,10 +243,12 @@ class ModelNew(Model):
         for what, expected in _EXPECTED.items():
             if (own := found.get(what)) != expected:
                 raise RuntimeError(f"ModelNew can't run: {what} is {own}, its kernels are for {expected}")
-        given = {"x": x} | {name: get(self) for name, get in _GETTERS.items()}
+        given = {name: get(self) for name, get in _GETTERS.items()} | {
+            "x": x,
+            "checked": "checked" in vars(self),
+        }
         tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
         numbers = {name: t for name, t in given.items() if name not in tensors}
-        numbers["checked"] = "checked" in vars(self)
         for path, dropout in dropouts:
             drops = dropout.training and dropout.p > 0
             numbers |= {name: dropout.p * drops for name in numbers if _ARGUMENTS.get(name) == f"{path}.p"}

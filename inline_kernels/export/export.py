@@ -36,11 +36,13 @@ from torch import nn
 import models
 from inline_kernels import problem as problems
 from inline_kernels.engine import cases, library, mainloops, programs, schedule
-from inline_kernels.engine.capture import Segment, capture
+from inline_kernels.engine.capture import capture
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
+from inline_kernels.engine.naming import identifier
 from inline_kernels.engine.passes import Planes
-from inline_kernels.engine.source import Own, compose, identifier
+from inline_kernels.engine.segment import Segment
+from inline_kernels.engine.source import Own, compose
 from inline_kernels.export.used import used
 from inline_kernels.loader.source import Header, gather, inlined, macros, parse_launchers, read
 from inline_kernels.loader.units import KERNELS, RESTORED

@@ -92,14 +92,7 @@ pack_stream_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest,
   constexpr int kCopies = Conv::kCopies, kBlockChannels = Conv::kBlockChannels;
   const int channel = blockIdx.x;
   const bool real = channel < Conv::kChannelsOut;
-  for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < N;
-       n += int64_t(gridDim.x) * blockDim.x)
-    largest[n] = 0;
-  int exponent = 0;
-  if constexpr (Conv::kScaled) {
-    exponent = channel_exponent<Conv>(weight, channel, real);
-    if (threadIdx.x == 0) exponents[channel] = exponent;
-  }
+  const int exponent = channel_exponent<Conv>(exponents, largest, weight, N, channel, real);
   const int block = channel / kBlockChannels;
   constexpr int kUnits = Conv::kGroup / 8, kRows = Conv::kWeightRows;  // of a row; of a copy
   for (int i = threadIdx.x; i < Conv::kGroups * kCopies * kUnits * (kRows / kBlockChannels); i += kPackThreads) {

@@ -194,10 +194,15 @@ template <class Conv> __device__ __forceinline__ int64_t weight_index(int channe
                            : (int64_t(channel) * Conv::kChannelsIn + c) * kTaps + tap;
 }
 
-// The exponent for the block's output channel, from its weights; 0 for padding, which is not `real`.
+// The exponent for the block's channel, from its weights; 0 for padding, not `real`. Clears numbers of samples.
 template <class Conv>
-__device__ __forceinline__ int channel_exponent(
-    const typename Conv::value_t* weight, int channel, bool real) {
+__device__ __forceinline__ int channel_exponent(int32_t* exponents, uint32_t* cleared,
+                                                const typename Conv::value_t* weight, int64_t N, int channel,
+                                                bool real) {
+  for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < N;
+       n += int64_t(gridDim.x) * blockDim.x)
+    cleared[n] = 0;
+  if constexpr (!Conv::kScaled) return 0;
   constexpr int kTaps = Conv::kTaps;
   __shared__ uint32_t largest;
   if (threadIdx.x == 0) largest = 0;
@@ -208,7 +213,9 @@ __device__ __forceinline__ int channel_exponent(
     mine = larger_magnitude(mine, weight[weight_index<Conv>(channel, i / kTaps, i % kTaps)]);
   atomicMax(&largest, __float_as_uint(mine));
   __syncthreads();  // complete before anyone reads it
-  return top_exponent(largest);
+  const int exponent = top_exponent(largest);
+  if (threadIdx.x == 0) exponents[channel] = exponent;
+  return exponent;
 }
 
 // Weights as fragments of A (core/tensor_core.cuh), 4 registers each:
@@ -221,14 +228,7 @@ pack_weight_kernel(typename Conv::operand_t* packed, int32_t* exponents, uint32_
   constexpr int kTaps = Conv::kTaps, kKBlock = Conv::kKBlock, kBlockChannels = Conv::kBlockChannels;
   const int channel = blockIdx.x;
   const bool real = channel < Conv::kChannelsOut;
-  for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < N;
-       n += int64_t(gridDim.x) * blockDim.x)
-    largest[n] = 0;
-  int exponent = 0;
-  if constexpr (Conv::kScaled) {
-    exponent = channel_exponent<Conv>(weight, channel, real);
-    if (threadIdx.x == 0) exponents[channel] = exponent;
-  }
+  const int exponent = channel_exponent<Conv>(exponents, largest, weight, N, channel, real);
   const int block = channel / kBlockChannels, tile = channel % kBlockChannels / 16, row = channel % 16;
   for (int i = threadIdx.x; i < Conv::kKBlocks * kKBlock * kTaps; i += blockDim.x) {
     const int c = i / kTaps, tap = i % kTaps, k_block = c / kKBlock, step = c % kKBlock / 16, k = c % 16;

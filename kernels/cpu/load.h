@@ -195,12 +195,22 @@ struct Plane_ {
   Plane_ channel(int64_t of, int64_t channels) const { return {extent, values, step, n, of, channels}; }
 };
 
+// And those that have a position for each lane.
+struct Lanes_ : Plane_ {
+  Extreme<1, Lanes> largest() const { return {}; }
+  Extreme<-1, Lanes> smallest() const { return {}; }
+  Lanes zero() const { return Lanes{}; }
+  template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
+    return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
+  }
+};
+
 // How lanes of scattered points lie: anywhere; side by side in a row, `stride` apart; or in ascending order within
 // kLanes elements.
 enum class Order { any, strided, near };
 
 // A position for each lane. The first `count` count; the others repeat one of them. width: of the windows whose places are strided.
-template <Order order, int stride, class Place, int width = stride> struct Scattered : Plane_ {
+template <Order order, int stride, class Place, int width = stride> struct Scattered : Lanes_ {
   using T = Lanes;
   int count;
   Integers at;
@@ -228,12 +238,6 @@ template <Order order, int stride, class Place, int width = stride> struct Scatt
   template <class P, class F> void window(P pool, const Extent& fine, const F& f) const;
   template <class P> auto chosen(P pool, const Extent& fine, const Integers& places) const;
   template <class P, class F> Lanes spread(P pool, const Extent& coarse, const F& f) const;
-  Extreme<1, Lanes> largest() const { return {}; }
-  Extreme<-1, Lanes> smallest() const { return {}; }
-  Lanes zero() const { return Lanes{}; }
-  template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
-    return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
-  }
 
  private:
   template <class E> Computed<E> gathered(const E* plane) const {
@@ -420,7 +424,7 @@ Lanes Scattered<order, stride, Place, width>::spread(P pool, const Extent& coars
 }
 
 // Neighbours from `position` on: kLanes, or where not kWhole the first `count`.
-template <bool kWhole> struct Row : Plane_ {
+template <bool kWhole> struct Row : Lanes_ {
   using T = Lanes;
   static constexpr int kAhead = 4;
   int position, count;
@@ -491,12 +495,6 @@ template <bool kWhole> struct Row : Plane_ {
     if (here.w + count <= extent.W) return spread_along(pool, plane, extent, count, here, f);
     const Places places(extent, count, [&](int j) { return position + j; });
     return spread_from(pool, plane, extent, count, places, f);
-  }
-  Extreme<1, Lanes> largest() const { return {}; }
-  Extreme<-1, Lanes> smallest() const { return {}; }
-  Lanes zero() const { return Lanes{}; }
-  template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
-    return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
   }
 
  private:

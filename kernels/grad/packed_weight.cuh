@@ -65,8 +65,8 @@ template <class Filter, class Operands> struct PackedInput : Operands {
 template <class Base> struct PackedStages : Base {
   using Source = typename Base::Source;
   using typename Base::BlockPlace, typename Base::value_t;
-  using Base::kChannelsIn, Base::kChannelsOut, Base::kInputPitch, Base::kKernelH, Base::kKernelW,
-      Base::kRowGroups, Base::kScaled, Base::kTail, Base::kTapColumns, Base::kTapRows;
+  using Base::kChannelsIn, Base::kChannelsOut, Base::kInputPitch, Base::kKernelW, Base::kScaled,
+      Base::kTapColumns;
 
 #if __CUDA_ARCH__ >= 800
 
@@ -103,30 +103,17 @@ template <class Base> struct PackedStages : Base {
       return !goes_on() ? -1 : OwnScale<1>::word(ahead() ? 0 : across(), slack);
     }
     __device__ __forceinline__ void start() {
-      const int64_t column_of_strips = tile / strips.height, n = column_of_strips / strips.of_row;
-      const int column = int(column_of_strips % strips.of_row) * kStrip;
-      first = int(tile - column_of_strips * strips.height);
-      stop = int(min(int64_t(strips.height), first + end - tile));
-      row = first - (kTapRows - 1), pixels = strips.width - column;
+      const StripPlace at = Base::start_column(*this);
       if constexpr (kScaled) {
-        const bool counts = source.largest_x[n] && source.scales.largest[n];
-        slack = counts ? max(0, min(source.exponent(n) - common, kMostSlack)) : slack;
+        const bool counts = source.largest_x[at.n] && source.scales.largest[at.n];
+        slack = counts ? max(0, min(source.exponent(at.n) - common, kMostSlack)) : slack;
       }
-      const int64_t of_g = n * ceil_div(kChannelsOut, 8) + place.channel_out / 8;
-      const int64_t of_x = n * ceil_div(kChannelsIn, 8) + place.channel_in / 8;
-      g = source.g + (of_g * strips.height + row) * strips.width + column;
-      x = source.x + (of_x * H + first + place.kernel_row) * W + column + place.kernel_column;
+      const int64_t of_g = at.n * ceil_div(kChannelsOut, 8) + place.channel_out / 8;
+      const int64_t of_x = at.n * ceil_div(kChannelsIn, 8) + place.channel_in / 8;
+      g = source.g + (of_g * strips.height + at.row) * strips.width + at.column;
+      x = source.x + (of_x * H + first + place.kernel_row) * W + at.column + place.kernel_column;
     }
-    __device__ __forceinline__ void advance() {
-      if (++row == stop) {
-        tile += stop - first;
-        if (goes_on()) start();
-        return;
-      }
-      g += strips.width;
-      // Past the last row of x there are only rows of the filter that don't exist.
-      if (kKernelH == kRowGroups * kTapRows || row + kTapRows - 1 + place.kernel_row < H) x += W;
-    }
+    __device__ __forceinline__ void next_row() { g += strips.width; }
   };
 
   // A channel group of the step's g, on its way to a stage: zeros past the end of the row.
@@ -194,7 +181,7 @@ struct PackedWeightSm90
           for (int i = group; i < kWarps; i += kGroupWarps)
             if constexpr (kOfGradient) Base::copy_gradient(to, walk, i);
             else Base::copy_input(to, walk, i);
-          walk.advance();
+          Base::advance(walk);
         } else {
           over = true;
         }
@@ -290,7 +277,7 @@ struct PackedWeightSm80
       if (walk.goes_on()) {
         Base::copy_gradient(gradients + step % kStages * kStage, walk, warp);
         Base::copy_input(shared + step % kSlots * kSlot, walk, warp);
-        walk.advance();
+        Base::advance(walk);
       }
       commit_copies();
       return word;

@@ -109,8 +109,30 @@ struct WideWeight : Operands {
 
 #if __CUDA_ARCH__ >= 800
 
-  // A walk down strips, rows begin … end - 1 of all, counted along columns of strips. A step brings a row of
-  // x, and g unless it is `ahead`: the first rows of a column of strips are other taps'.
+  // A walk goes down strips: rows tile … end - 1 of all, along columns of strips. A step brings a row of x, and
+  // g unless it is `ahead`: a column's first rows are other taps'. These two are any Walk's; in a base, with
+  // the members, they would compile to other machine code. The place of a column's first step:
+  template <class Walk> static __device__ __forceinline__ StripPlace start_column(Walk& walk) {
+    const Strips& strips = walk.strips;
+    const int64_t column_of_strips = walk.tile / strips.height, n = column_of_strips / strips.of_row;
+    const int column = int(column_of_strips % strips.of_row) * kStrip;
+    walk.first = int(walk.tile - column_of_strips * strips.height);
+    walk.stop = int(min(int64_t(strips.height), walk.first + walk.end - walk.tile));
+    walk.row = walk.first - (kTapRows - 1), walk.pixels = strips.width - column;
+    return {n, walk.row, column};
+  }
+  template <class Walk> static __device__ __forceinline__ void advance(Walk& walk) {
+    if (++walk.row == walk.stop) {
+      walk.tile += walk.stop - walk.first;
+      if (walk.goes_on()) walk.start();
+      return;
+    }
+    walk.next_row();
+    // Past the last row of x there are only rows of the filter that don't exist.
+    if (kKernelH == kRowGroups * kTapRows || walk.row + kTapRows - 1 + walk.place.kernel_row < walk.H)
+      walk.x += walk.W;
+  }
+
   struct Walk {
     const Source& source;
     const value_t* const all_x;
@@ -135,28 +157,17 @@ struct WideWeight : Operands {
       return {ahead() ? 0 : across, across, scales};
     }
     __device__ __forceinline__ void start() {
-      const int64_t column_of_strips = tile / strips.height, n = column_of_strips / strips.of_row;
-      const int column = int(column_of_strips % strips.of_row) * kStrip;
-      first = int(tile - column_of_strips * strips.height);
-      stop = int(min(int64_t(strips.height), first + end - tile));
-      row = first - (kTapRows - 1), pixels = strips.width - column;
-      if constexpr (kScaled) { scales.set(largest_x[n], largest_g[n], common); }
+      const StripPlace at = start_column(*this);
+      if constexpr (kScaled) { scales.set(largest_x[at.n], largest_g[at.n], common); }
       const int group_out = place.channel_out / 8 + group;
-      dy = source.dy + Strip::index({n, row, column}, strips, group_out);
-      words = source.words +
-              store::mask_index(n, group_out * 8, row, column, strips.height, strips.width, kChannelsOut);
-      x = all_x + ((n * kChannelsIn + place.channel_in + group * 8) * H + first + place.kernel_row) * W;
-      x += column + place.kernel_column;
+      dy = source.dy + Strip::index(at, strips, group_out);
+      words = source.words + store::mask_index(at.n, group_out * 8, at.row, at.column, strips.height,
+                                               strips.width, kChannelsOut);
+      x = all_x + ((at.n * kChannelsIn + place.channel_in + group * 8) * H + first + place.kernel_row) * W;
+      x += at.column + place.kernel_column;
     }
-    __device__ __forceinline__ void advance() {
-      if (++row == stop) {
-        tile += stop - first;
-        if (goes_on()) start();
-        return;
-      }
+    __device__ __forceinline__ void next_row() {  // of g
       dy += strips.width, words += store::mask_row(strips.width, kChannelsOut);
-      // Past the last row of x there are only rows of the filter that don't exist.
-      if (kKernelH == kRowGroups * kTapRows || row + kTapRows - 1 + place.kernel_row < H) x += W;
     }
   };
 

@@ -132,7 +132,7 @@ struct WideWeightSm80 : WideWeight<Filter, Operands, Target, Source, false> {
       staged = walk.step();
       if (staged.pixels < 0) return;
       gradient.load(walk), input.load(walk);
-      walk.advance();
+      Base::advance(walk);
     };
     const auto store = [&](int step) {
       if (staged.pixels < 0) return;

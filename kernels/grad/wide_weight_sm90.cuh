@@ -72,7 +72,7 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
       for (int i = 0; i < kWarpGroups; i++)
         if (step.pixels >= 0) Staged::copy(raw[slot][i], walk, i * kGroupWarps);
       commit_copies();  // an empty group too, so that a count of pending groups means the same each time
-      if (step.pixels >= 0) walk.advance();
+      if (step.pixels >= 0) Base::advance(walk);
       return step;
     };
     if (walk.goes_on()) walk.start();

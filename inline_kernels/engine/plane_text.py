@@ -1,0 +1,271 @@
+"""The text of a pass over positions, plane by plane: what it writes at each of them, and its sums.
+
+Reductions over channels, and over a window, are loops at a point (`_prepare`); values at picked places are computed there again (`_chosen`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from .gates import is_drawn, is_gate, zero_with
+from .graph import Node, order, walk
+from .naming import PASSES, Names, local, total_of
+from .pass_text import PassText, Scope
+from .passes import Key, Planes, Program, Unsupported, is_static, over_channels, over_windows
+
+
+class PlaneText(PassText):
+    def __init__(self, name: str, program: Program, names: Names, number: int):
+        super().__init__(name, program, names, number)
+        self.finer: list[Key] = []  # sums over the level below, that its windows' walk has yet to make
+        self.picks_channel = False  # single positions at a channel of their own each?
+        self.chooses = False  # … whose channels have positions of their own each?
+        self.takes: dict[
+            Node, list[Node]
+        ] = {}  # by an extreme over channels: what is kept of its channel while it is looked for
+
+    def lines(self, each: Planes) -> list[str]:
+        body: list[str] = []
+        plane = Scope("plane", "plane", "", "plane.n", "plane.c", body)
+        point = Scope("point", "at", each.level, "at.n", "0" if each.by_sample else "at.c", [], plane)
+        self.made = {key for key in self.targets if key.what == "value"}
+        terms = {key: key.source for key in self.targets}
+        finer = self.finer = list(each.finer)
+        self._prepare([node for key, node in terms.items() if key not in finer], point)
+        self.lazy = self._lazy(terms.values()) if self.program.on_cpu else set()
+        totals, ends, last = [], [], None
+        closes = self.program.closes
+        if closes and self.program.passes[closes[0]] is each:
+            self.pointer(PASSES, written=True)
+            totals.append("auto any = plane.any();")
+            point.lines.append(f"any.add({self._broadcast(closes[1], point)});")
+            names = "".join(f", sum{key.node.id}" for key in self.targets)
+            ends.append(f"plane.note(passes, any{names});")
+        for key, node in terms.items():
+            array = self.program.arrays[key]
+            if key.what == "value":
+                to = self.pointer(array, written=True)
+                if each.by_sample and array.space.c:
+                    if last is None:
+                        last = Scope("channels", "e", each.level, "e.n", "e.c", [], point)
+                    last.lines.append(f"e.write({to}, {self._broadcast(node, last)});")
+                else:
+                    self.writes_dz |= array.name == "dz"
+                    write = "write_v" if self.program.turns and array.name == "dz" else "write"
+                    write = "write_operand" if array.name == self.program.operand else write
+                    point.lines.append(f"at.{write}({to}, {self._broadcast(node, point)});")
+                continue
+            name = total_of(key)
+            totals.append(f"auto {name} = plane.{'moments' if key.what == 'moments' else 'sum'}();")
+            if key not in finer:
+                point.lines.append(f"{name}.add({self._broadcast(node, point)});")
+            ends.append(f"plane.reduce({self.pointer(array, written=True)}, {name});")
+        if last:
+            point.lines += [
+                f"at.channels({self.number('C')}, [&](const auto& e) {{",
+                *[f"  {line}" for line in last.lines],
+                "});",
+            ]
+        walk = ["plane.each([&](const auto& at) {", *[f"  {line}" for line in point.lines], "});"]
+        idle = self._idle(each, terms, plane)
+        if idle:
+            written = [line for line in point.lines if line.startswith("at.write")]
+            zeros = [re.sub(r", \w+\);", ", at.zero());", line) for line in written]
+            body.append(idle)
+            walk[0] = f"if (!idle) {walk[0]}"
+            walk += [f"else plane.each([&](const auto& at) {{ {' '.join(zeros)} }});"] * bool(zeros)
+        if finer:  # what lies in no window
+            parent, self.finer = self.graph.levels[each.level].parent, finer
+            rest = Scope("point", "e", parent, "plane.n", "plane.c", [], plane)
+            self._add_finer(rest)
+            head = f"plane.rest({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
+            walk += [head, *[f"  {line}" for line in rest.lines], "});"]
+        constants = []
+        if self.scalar:
+            constants.append("bool kScalar = true" + ", kWindows = true" * (not self.picks_channel))
+        if not (each.by_sample or self.program.on_cpu):
+            single, writes = (str(each).lower() for each in (self.chooses, bool(self.made)))
+            constants.append(f"bool kSingle = {single}, kWrites = {writes}")
+            held = sum(node.space.c for node in plane.known)  # small values by channel
+            constants.append(f"int kHeld = {held}, kSums = {len(totals)}")
+        return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends], constants)
+
+    def _lazy(self, roots: Iterable[Node]) -> set[Node]:
+        def may_be(node: Node) -> bool:
+            return is_gate(node) and is_drawn(node)
+
+        def below(node: Node) -> Sequence[Node]:
+            return () if self._array(node) else node.args[:1] if may_be(node) else node.args
+
+        seen = [node for node in walk(roots, below) if not self._array(node)]
+        gates = {gate for node in seen if may_be(node) for gate in order([node]) if may_be(gate)}
+        return set() if any(node.is_leaf("drawn") for node in seen) else gates
+
+    def _idle(self, each: Planes, terms: dict[Key, Node], plane: Scope) -> str:
+        """When a plane's terms are all zero, because the gradient that they are made of is (`Program.gate`), and small values."""
+        gate = self.program.gate
+        if not gate or each.by_sample or each.level != "e" or self.scalar:
+            return ""
+        found = [zero_with(node, gate[0]) for node in terms.values()]
+        if None in found:
+            return ""
+        zeros = [self.value(node, plane) for node in dict.fromkeys(n for nodes in found for n in nodes)]
+        finite = [name for node, name in plane.known.items() if node.space.small and name not in zeros]
+        count = self._read(gate[1], plane)
+        tests = [f"load::zeros({', '.join([count, *zeros])})"] + [
+            f"load::finite({', '.join(finite)})"
+        ] * bool(finite)
+        return f"const bool idle = {' && '.join(tests)};"
+
+    def _broadcast(self, node: Node, scope: Scope) -> str:
+        """A value for each position, of what may be the same at all of them."""
+        text = self.value(node, scope)
+        while node.op in ("spread", "detach"):
+            node = node.args[0]
+        return f"{scope.at}.zero() + {text}" if node.space.small else text
+
+    # --------------------------------------------------------------------------------------- reductions inside a point
+
+    def _prepare(self, nodes: Sequence[Node], scope: Scope) -> None:
+        """Makes the reductions over channels and windows that these nodes hang on at this point, loop by loop."""
+        depth: dict[Node, int] = {}
+        seen: dict[Node, int] = {}
+
+        def visit(node: Node) -> int:
+            """The number of loops before the node is known."""
+            if node in seen:
+                return seen[node]
+            seen[node] = 0
+            if self._array(node) or is_static(node) or node.op == "leaf" or node.space.small:
+                return 0
+            reduces = over_channels(node) or over_windows(node)
+            if reduces and node.op != "take":
+                inner = node.args if over_channels(node) else ()
+                seen[node] = depth[node] = 1 + max((visit(a) for a in inner), default=0)
+            elif reduces:  # take
+                of, index = node.args
+                inner = visit(of) if over_channels(node) else 0
+                seen[node] = max(visit(index), inner)
+                if (
+                    self.program.on_cpu
+                    and over_channels(node)
+                    and depth.get(index, 0) > inner
+                    and of is not index.args[0]
+                ):
+                    self.takes.setdefault(index, []).append(node)
+            elif node.op in ("put", "upsample"):
+                inner = node.args if node.op == "put" and node.args[1].attr[0] == "c" else ()
+                seen[node] = max((visit(a) for a in inner), default=0)
+            else:
+                seen[node] = max((visit(a) for a in node.args), default=0)
+            return seen[node]
+
+        for node in nodes:
+            visit(node)
+        groups: dict[tuple, list[Node]] = {}
+        for node, number in depth.items():
+            if not scope.knows(node):
+                axis = "c" if over_channels(node) else node.attr if node.op == "sum" else node.attr[0]
+                groups.setdefault((number, axis), []).append(node)
+        for (_, axis), together in sorted(groups.items()):
+            self._loop(together, axis, scope)
+
+    def _loop(self, nodes: list[Node], axis: str, scope: Scope) -> None:
+        """One loop at a point over channels or a window, for several reductions."""
+        if axis == "c":
+            inner = Scope("channels", "e", scope.level, "e.n", "e.c", [], scope)
+            head = f"{scope.at}.channels({self.number('C')}, [&](const auto& e) {{"
+        else:
+            parent = self.graph.levels[axis].parent
+            inner = Scope("point", "e", parent, scope.n, scope.c, [], scope)
+            head = f"{scope.at}.window({self.pool(axis)}, {self.extent(parent)}, [&](const auto& e) {{"
+            self.scalar = True
+            self._prepare([node.args[0] for node in nodes], inner)
+            self._add_finer(inner)
+        declared, ends = [], []
+        inside = "e.inside" if axis != "c" and any(self.graph.levels[axis].padding) else ""
+        shared = axis == "c" and not self.program.on_cpu  # may lanes have some of the channels each?
+        own, of = ("own_", "_channel") if shared else ("", "")
+        for node in nodes:
+            name = local(node)
+            term = self._broadcast(node.args[0], inner)
+            if node.op == "pick":
+                best = f"best{node.id}"
+                word = "largest" if node.attr[1] > 0 else "smallest"
+                declared.append(f"auto {own}{best} = {scope.at}.{word}{of}();")
+                ends += [f"const auto {best} = {scope.at}.all({own}{best});"] * shared
+                last = axis != "c" and None not in self.graph.levels[axis].window
+                place = "e.c" if axis == "c" else "e.place"
+                of_place = ", ".join([term, place, *[inside] * bool(inside)])
+                take = f"{own}{best}.{'take_last' if last else 'take'}({of_place})"
+                takes = self.takes.get(node, ())
+                inner.lines.append(f"const auto better{node.id} = {take};" if takes else f"{take};")
+                for each in takes:
+                    name = local(each)
+                    declared.append(f"auto {name} = {scope.at}.zero();")
+                    value = self.value(each.args[0], inner)
+                    inner.lines.append(f"{name} = math::select(better{node.id}, {value}, {name});")
+                    scope.known[each] = name
+                scope.known[node] = f"best{node.id}.index"
+                continue
+            declared.append(f"auto {own}{name} = {scope.at}.{'channel_' * shared}zero();")
+            total = f"{scope.at}.all({own}{name})" if shared else name
+            declares = "const auto " * shared
+            if node.op == "variance":
+                mean = self.value(node.args[1], inner)
+                square = f"math::square({self._operand(node.args[0], inner)} - {mean})"
+                inner.lines.append(f"{own}{name} += {square};")
+                ends.append(f"{declares}{name} = {total} / real({self.number('C')});  // variance")
+            else:
+                term = f"math::select({inside}, {term}, real(0))" if inside else term
+                inner.lines.append(f"{own}{name} += {term};")
+                ends += [f"{declares}{name} = {total};"] * shared
+            scope.known[node] = name
+        scope.lines += [*declared, head, *[f"  {line}" for line in inner.lines], "});", *ends]
+
+    def _add_finer(self, inner: Scope) -> None:
+        """The sums over the positions of a window: in the first walk over windows."""
+        finer, self.finer = self.finer, []
+        self._prepare([key.source for key in finer], inner)
+        for key in finer:
+            inner.lines.append(f"{total_of(key)}.add({self._broadcast(key.source, inner)});")
+
+    def _reduction(self, node: Node, scope: Scope) -> str:
+        if node.op == "take":
+            return self._chosen(node, scope)
+        raise Unsupported(f"{node.op} {node.attr} at {node.space} inside a pass")
+
+    def _chosen(self, node: Node, scope: Scope) -> str:
+        """A value at a picked place."""
+        of, index = node.args
+        if self._array(index) is None and of is index.args[0]:
+            if not scope.knows(index):
+                raise Unsupported("an extreme that no loop has found")
+            return f"best{index.id}.value"
+        self.scalar = self.chooses = True
+        place, axis = self.value(index, scope), index.attr[0]
+        known = f"chosen{index.id}"
+        if axis == "c":
+            self.picks_channel = True
+            made = f"const auto {known} = {scope.at}.channel({place}, {self.number('C')});"
+            inner = Scope("channels", known, scope.level, scope.n, f"{known}.c", [], scope)
+        else:
+            parent = self.graph.levels[axis].parent
+            made = (
+                f"const auto {known} = {scope.at}.chosen({self.pool(axis)}, {self.extent(parent)}, {place});"
+            )
+            inner = Scope("point", known, parent, scope.n, scope.c, [], scope)
+        self._prepare([of], inner)
+        value = self.value(of, inner)
+        if made not in scope.lines:
+            scope.lines.append(made)
+        # Lines of another value at the same place have other names: a node has one.
+        name = f"at_{known}_{of.id}"
+        scope.lines += [
+            f"const auto {name} = [&] {{",
+            *[f"  {line}" for line in inner.lines],
+            f"  return {value};",
+            "}();",
+        ]
+        return name
