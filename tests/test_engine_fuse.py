@@ -1171,14 +1171,6 @@ def test_batch_norm_counts_its_batches():
     assert_same(fast, model, x)
 
 
-def test_an_input_without_memory():
-    """Is eager's, and so is its error: the model's parameters have some."""
-    model, fast, x = pair(Residual)
-    for ways in (contextlib.nullcontext, torch.no_grad):
-        with ways():
-            assert_same(fast, model, torch.empty_like(x, device="meta"))
-
-
 class Norms(nn.Module):
     """Three batch norms, of which the last one counts for two; behind the first stands what somebody may look from."""
 

@@ -557,6 +557,13 @@ def _assert_same_error(model, new, x):
     assert type(ours.value) is type(theirs.value) and str(ours.value) == str(theirs.value)
 
 
+@every_name
+def test_an_input_without_memory(name):
+    """Parameters have some: a plan may be asked for such an input, a call can't be made."""
+    model, x = numerics.small(name)
+    _assert_same_error(model, numerics.twin_of(model, "auto"), x.to("meta"))
+
+
 @every_device
 @every_name
 def test_empty_batch(name, device):
