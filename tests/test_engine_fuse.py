@@ -269,7 +269,7 @@ class Steered(nn.Module):
 def test_models_that_stay_eager():
     x = torch.randn(2, 3, 5, 5)
     linear = fuse(nn.Sequential(nn.Linear(5, 4), nn.ReLU()))
-    assert runs(linear, x) == ["eager"] and "no convolution" in str(linear.plan(x))
+    assert runs(linear, x) == ["eager"] and "no Conv2d or Conv3d" in str(linear.plan(x))
     assert torch.equal(linear(x), nn.Sequential(*linear)(x))
     steered = fuse(Steered())
     assert runs(steered, x) == ["eager"] and "x.sum() > 0" in str(steered.plan(x)), "the line is named"
@@ -1169,14 +1169,6 @@ def test_batch_norm_counts_its_batches():
         assert told == [0, 0, 3] * (len(told) // 3)
     model.eval(), fast.eval()
     assert_same(fast, model, x)
-
-
-def test_an_input_without_memory():
-    """Is eager's, and so is its error: the model's parameters have some."""
-    model, fast, x = pair(Residual)
-    for ways in (contextlib.nullcontext, torch.no_grad):
-        with ways():
-            assert_same(fast, model, torch.empty_like(x, device="meta"))
 
 
 class Norms(nn.Module):

@@ -557,6 +557,20 @@ def _assert_same_error(model, new, x):
     assert type(ours.value) is type(theirs.value) and str(ours.value) == str(theirs.value)
 
 
+@every_name
+def test_an_input_without_memory(name):
+    """Parameters have some: either eager's error, or its output, which has none either."""
+    model, x = numerics.small(name)
+    new, x = numerics.twin_of(model, "auto"), x.to("meta")
+    try:
+        theirs = model(x)
+    except (ValueError, RuntimeError):
+        _assert_same_error(model, new, x)
+    else:
+        ours = new(x)
+        assert (ours.device, ours.shape, ours.dtype) == (theirs.device, theirs.shape, theirs.dtype)
+
+
 @every_device
 @every_name
 def test_empty_batch(name, device):

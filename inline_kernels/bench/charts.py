@@ -156,7 +156,7 @@ def _factor_axis(axis, factors: Iterable[float], name: str = "speed-up over eage
     if linear := high / low <= LINEAR:
         begin, end = 0.0, 1.9 * max(high, 1.2)
         step = next(step for step in (1, 2, 5) if high <= 6 * step)
-        ticks = [1, *range(step, LINEAR, step)]
+        ticks = sorted({1, *range(step, LINEAR, step)})
     else:
         begin = low / 2
         end, steps = high * (high / begin) ** 0.9, (1, 2, 5) if high / low < 60 else (1,)

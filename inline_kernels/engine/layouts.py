@@ -113,27 +113,14 @@ class Turns:
         numbers = N, C, height, width, down, across, rounds
         launch = self._launch("transpose_picked", numbers, (0,))
         met = library.without_memory(like, (N, C, *size), like.dtype, torch.channels_last)
-
-        def turned(t: Tensor) -> Tensor:
-            out = torch.empty_like(met)
-            launch(out, t.contiguous())
-            return out
-
-        return turned
+        return _by(launch, met, Tensor.contiguous)
 
     def _one(self, turn: _Turn, rounds: bool) -> Callable[[Tensor], Tensor]:
         return self._launched(turn, rounds) if rounds or turn.moves else turn.view
 
     def _launched(self, turn: _Turn, rounds: bool) -> Callable[[Tensor], Tensor]:
         launch = self._launch("transpose", (*turn.numbers, rounds), [i for i in (0, 1) if turn.last[i]])
-        empty_like, like, source = torch.empty_like, turn.like, turn.source
-
-        def turned(t: Tensor) -> Tensor:
-            out = empty_like(like)
-            launch(out, source(t))
-            return out
-
-        return turned
+        return _by(launch, turn.like, turn.source)
 
     def _both(self, one: _Turn, other: _Turn, rounds: bool) -> Callable:
         """By one launch, where both need one."""
@@ -158,6 +145,17 @@ class Turns:
             new = 2 if launcher == "transpose_both" else 1
             self.launches[key] = bind(*numbers, trusting=True, new=new, last=last)
         return self.launches[key]
+
+
+def _by(launch: Callable, like: Tensor, source: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    empty_like = torch.empty_like
+
+    def turned(t: Tensor) -> Tensor:
+        out = empty_like(like)
+        launch(out, source(t))
+        return out
+
+    return turned
 
 
 def _of_each(of_one: Callable, of_other: Callable) -> Callable:

@@ -243,12 +243,10 @@ class ModelNew(Model):
         for what, expected in _EXPECTED.items():
             if (own := found.get(what)) != expected:
                 raise RuntimeError(f"ModelNew can't run: {what} is {own}, its kernels are for {expected}")
-        given = {name: get(self) for name, get in _GETTERS.items()} | {
-            "x": x,
-            "checked": "checked" in vars(self),
-        }
+        given = {"x": x} | {name: get(self) for name, get in _GETTERS.items()}
         tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
         numbers = {name: t for name, t in given.items() if name not in tensors}
+        numbers["checked"] = "checked" in vars(self)
         for path, dropout in dropouts:
             drops = dropout.training and dropout.p > 0
             numbers |= {name: dropout.p * drops for name in numbers if _ARGUMENTS.get(name) == f"{path}.p"}
