@@ -23,7 +23,7 @@ class PlaneText(PassText):
         self.chooses = False  # … whose channels have positions of their own each?
         self.takes: dict[
             Node, list[Node]
-        ] = {}  # by an extreme over channels: what is kept of its channel while it is looked for
+        ] = {}  # by an extreme: what is kept of its place while it is looked for
 
     def lines(self, each: Planes) -> list[str]:
         body: list[str] = []
@@ -127,6 +127,15 @@ class PlaneText(PassText):
 
     # --------------------------------------------------------------------------------------- reductions inside a point
 
+    def _is_kept(self, of: Node, index: Node) -> bool:
+        """Is a value kept while an extreme is looked for, and not computed again at its place? Of windows that overlap what their terms are made of:
+        neighbouring channels would each read it at a place of their own."""
+        if index.attr[0] == "c":
+            return self.program.on_cpu
+        level = self.graph.levels[index.attr[0]]
+        known = walk(index.args, lambda node: () if self._array(node) else node.args)
+        return not level.is_apart and of in known
+
     def _prepare(self, nodes: Sequence[Node], scope: Scope) -> None:
         """Makes the reductions over channels and windows that these nodes hang on at this point, loop by loop."""
         depth: dict[Node, int] = {}
@@ -147,12 +156,7 @@ class PlaneText(PassText):
                 of, index = node.args
                 inner = visit(of) if over_channels(node) else 0
                 seen[node] = max(visit(index), inner)
-                if (
-                    self.program.on_cpu
-                    and over_channels(node)
-                    and depth.get(index, 0) > inner
-                    and of is not index.args[0]
-                ):
+                if depth.get(index, 0) > inner and of is not index.args[0] and self._is_kept(of, index):
                     self.takes.setdefault(index, []).append(node)
             elif node.op in ("put", "upsample"):
                 inner = node.args if node.op == "put" and node.args[1].attr[0] == "c" else ()

@@ -555,7 +555,7 @@ struct Single : Plane_ {
       return f(Single{{coarse, values, step, n, c, C}, (z * coarse.H + y) * coarse.W + x, in});
     } else {
       real total = 0;
-      each_holding<1>(here, P(), coarse, [&](int window, int row, int first) {
+      each_holding<1, 1>(here, P(), coarse, [&](int window, int row, int first) {
         total += f(Single{{coarse, values, step, n, c, C}, window, row + first});
       });
       return total;

@@ -67,19 +67,21 @@ template <int KD, int KH, int KW, int SD = KD, int SH = KH, int SW = KW, int OD 
   static HOST_DEVICE auto wide(int position, int windows, int some) { return Holding<KW, SW, OW>(position, windows, some); }
 };
 
-// Of neighbours in a row the windows that hold any: f(window, the place of its row, the first neighbour's place in that).
-template <int kSome, class P, class F> ON_DEVICE void each_holding(const Coordinates& first, P, const Extent& coarse, const F& f) {
+// Of neighbours in a row the windows that hold any: f(window, the place of its row, the first neighbour's place in that). kAtOnce: rows of
+// windows, that registers hold.
+template <int kSome, int kAtOnce, class P, class F> ON_DEVICE void each_holding(const Coordinates& first, P, const Extent& coarse, const F& f) {
   const auto deep = P::deep(first.d, coarse.D);
   const auto high = P::high(first.h, coarse.H);
   const auto wide = P::wide(first.w, coarse.W, kSome);
-#pragma unroll 4
+  const int first_window = (deep.first * coarse.H + high.first) * coarse.W + wide.first;
+#pragma unroll 1
   for (int i = 0; i < deep.most(1); i++)
-#pragma unroll 4
+#pragma unroll kAtOnce
     for (int j = 0; j < high.most(1); j++)
 #pragma unroll 8
       for (int k = 0; k < wide.most(kSome); k++)
         if (i < deep.count && j < high.count && k < wide.count) {
-          const int window = ((deep.first + i) * coarse.H + high.first + j) * coarse.W + wide.first + k;
+          const int window = first_window + (i * coarse.H + j) * coarse.W + k;
           f(window, (deep.place(i) * P::height(coarse) + high.place(j)) * P::kWidth, wide.place(k));
         }
 }

@@ -65,8 +65,9 @@ template <class E, int K> __device__ __forceinline__ auto of(const E* from, cons
   }
 }
 
-__device__ __forceinline__ bool is_in(int at, int size) { return unsigned(at) < unsigned(size); }
-__device__ __forceinline__ int nearest_in(int at, int size) { return min(max(at, 0), size - 1); }
+// Is a place of a window in its plane, along an axis? Which of the plane's is nearest to it?
+template <class P> __device__ __forceinline__ bool is_in(int at, int size) { return !P::kPads || unsigned(at) < unsigned(size); }
+template <class P> __device__ __forceinline__ int nearest_in(int at, int size) { return P::kPads ? min(max(at, 0), size - 1) : at; }
 
 template <int K> struct OfSeveral;
 
@@ -166,21 +167,17 @@ template <int K, bool across = false> struct Point {
   __device__ __forceinline__ void window(P, const Extent& fine, const F& f) const {
     const Coordinates w = coordinates(extent, position);
     const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
+    constexpr bool kFew = K > 1 && !P::kApart;  // registers hold two of them at a time
     for (int i = 0; i < kd; i++)
-#pragma unroll 4
+#pragma unroll(kFew ? 1 : 4)
       for (int j = 0; j < kh; j++) {
-        const int row = ((P::front(fine, w.d) + i) * fine.H + P::top(fine, w.h) + j) * fine.W + P::left(fine, w.w);
-#pragma unroll 4
+        const int z = P::front(fine, w.d) + i, y = P::top(fine, w.h) + j;
+        const int row = (nearest_in<P>(z, fine.D) * fine.H + nearest_in<P>(y, fine.H)) * fine.W + P::left(fine, w.w);
+        const bool inside = is_in<P>(z, fine.D) && is_in<P>(y, fine.H);
+#pragma unroll(kFew ? 2 : 4)
         for (int k = 0; k < kw; k++) {
-          const int place = (i * kh + j) * kw + k;
-          if constexpr (P::kPads) {
-            const int z = P::front(fine, w.d) + i, y = P::top(fine, w.h) + j, x = P::left(fine, w.w);
-            const int nearest = (nearest_in(z, fine.D) * fine.H + nearest_in(y, fine.H)) * fine.W + nearest_in(x + k, fine.W);
-            const bool inside = is_in(z, fine.D) && is_in(y, fine.H) && is_in(x + k, fine.W);
-            f(Point{fine, values, n, c, C, nearest, place, true, inside});
-          } else {
-            f(Point{fine, values, n, c, C, row + k, place, true});
-          }
+          const int x = P::left(fine, w.w) + k, aside = nearest_in<P>(x, fine.W) - x;
+          f(Point{fine, values, n, c, C, row + k + aside, (i * kh + j) * kw + k, true, inside && is_in<P>(x, fine.W)});
         }
       }
   }
@@ -242,7 +239,7 @@ template <int K, bool across = false> struct Point {
       return f(OfWindow{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place, true});
     } else {
       typename OfWindow::T total{};
-      each_holding<1>(here, pool, coarse, [&](int window, int row, int first) {
+      each_holding<1, across ? 2 : 1>(here, pool, coarse, [&](int window, int row, int first) {
         total += f(OfWindow{coarse, values, n, c, C, window, row + first, true});
       });
       return total;
@@ -251,8 +248,8 @@ template <int K, bool across = false> struct Point {
   template <class P, class F>
   __device__ __forceinline__ T spread_along(const Coordinates& here, P pool, const Extent& coarse, const F& f) const {
     T total = zero();
-    each_holding<K>(here, pool, coarse, [&](int window, int row, int first) {
-      const auto inside = lanes<K>([&](int i) { return is_in(first + i, P::kWidth); });
+    each_holding<K, 1>(here, pool, coarse, [&](int window, int row, int first) {
+      const auto inside = lanes<K>([&](int i) { return unsigned(first + i) < unsigned(P::kWidth); });
       const auto place = lanes<K>([&](int i) { return row + first + i; });
       total += math::select(inside, f(OfSeveral<K>{{coarse, values, n, c, C, window, 0, true}, place}), real(0));
     });
