@@ -692,13 +692,22 @@ def test_what_is_saved_lies_as_foreseen(layout, device):
         (85, "bfloat16_t", "90a", 1),
         (52, "bfloat16_t", "90a", 1),
         (92, "float", "90a", 1),
+        ("of a stem", "float", "90a", 0),
+        ("of a stem", "float", "90a", 1),
+        ("of volumes", "bfloat16_t", "90a", 0),
     ],
 )
 def test_kernels_compile_without_spills(number, value, architecture, last, monkeypatch, tmp_path):
+    """Those of a model, or behind a norm and a pool. Where windows overlap, too, lanes have several channels."""
     monkeypatch.setattr(library, "device_type", lambda x: "cuda")
-    model, x = problem(number)
+    if pool := SOME_POOLS.get(number):
+        model = Pooled(pool, True)
+        x = torch.randn(2, 1, *(8,) * (3 if number == "of volumes" else 2))
+    else:
+        model, x = problem(number)
     segment = segment_of(model, x)
     (request,) = schedule.requests(Case(segment, arguments_of(model, segment, x), True, x.dtype))
+    assert not (pool and "kSingle = true" in request["source"])
     source = tmp_path / "tail.cu"
     source.write_text(request["source"])
     command = [
