@@ -17,6 +17,7 @@ from inline_kernels import fuse
 from inline_kernels.engine import cases, source, strips
 from inline_kernels.engine.segment import Conv
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 optimised = pytest.mark.usefixtures("optimised")
 
 
@@ -70,6 +71,11 @@ MODELS = {
     "long rows, few channels in": (nn.Conv2d(3, 16, 3, padding=1), [nn.ReLU()], (1, 3, 20, 301)),
     "long rows": (nn.Conv2d(16, 16, 3), [nn.ReLU()], (1, 16, 20, 301)),
     "windows": (nn.Conv2d(8, 16, 3), [nn.GroupNorm(4, 16), nn.MaxPool2d(3)], (2, 8, 34, 37)),
+    "windows, none in the last strip": (
+        nn.Conv2d(8, 16, 3),
+        [nn.AvgPool2d(4), nn.Sigmoid(), nn.GroupNorm(4, 16)],
+        (1, 8, 20, 301),
+    ),
     "windows in depth": (nn.Conv3d(4, 16, 3), [nn.ReLU(), nn.MaxPool3d(2)], (2, 4, 7, 25, 31)),
     "planes": (nn.Conv3d(8, 16, 3, padding=1), [nn.InstanceNorm3d(16), nn.ReLU()], (2, 8, 6, 25, 31)),
     "channels": (nn.Conv2d(8, 24, 3), [nn.InstanceNorm2d(24), LargestChannel(24)], (2, 8, 24, 27)),

@@ -147,7 +147,7 @@ struct Convolved {
   const value_t* values;  // by position in the sample's channel; `shift` more from a segment to the next
   int64_t step, shift;
 
-  // A pass over the windows of a pool that begin in the strip. Pool<1, 1, 1>: over its positions.
+  // A pass over the windows of a pool that begin in the strip, perhaps none: its sums are then zeros. Pool<1, 1, 1>: over its positions.
   template <class Pass, int KD, int KH, int KW>
   void planes(const Pass& pass, const Extent& extent, Pool<KD, KH, KW>) const {
     const bool streams = are_large(extent);
@@ -158,7 +158,6 @@ struct Convolved {
     const int64_t deep = begins(strip.plane, strip.planes, division.D, KD, extent.D) - d;
     const int64_t down = begins(strip.row, strip.rows, division.H, KH, extent.H) - h;
     const Part part{int((d * extent.H + h) * W), int(down * W), int(extent.H * W), int(deep), shift};
-    if (down < 1) return;
     for (int64_t c = 0; c < extent.C; c++) {
       const int64_t at = (strip.n * extent.C + c) * division.parts() + strip.number;
       Plane<walk_of<Pass>> plane(extent, values, step, strip.n, c, at, part, streams);
