@@ -55,6 +55,7 @@ class PassText:
         self.pointers: dict[str, str] = {}  # by name, its declaration's type
         self.numbers: dict[str, str] = {}
         self.scalar = False  # is it of single positions?
+        self.spreads = False  # … do positions have values of the windows that hold them?
         self.reads_v = self.writes_dz = False
         self.made: set[Key] = set()  # arrays of this pass
         self.lazy: set[Node] = set()  # gates behind which alone something is drawn
@@ -249,7 +250,7 @@ class PassText:
             raise Unsupported("an extreme over all positions")
         level = node.args[1].attr[0] if node.op == "put" else node.attr
         inner = Scope("point", "w", level, scope.n, scope.c, [], scope)
-        inner.kind = "looked up"
+        inner.kind, self.spreads = "looked up", True
         value = self.value(node.args[0], inner)
         if node.op == "put":
             value = f"math::select({self.value(node.args[1], inner)} == w.place, {value}, real(0))"

@@ -84,6 +84,8 @@ class PlaneText(PassText):
         constants = []
         if self.scalar:
             constants.append("bool kScalar = true" + ", kWindows = true" * (not self.picks_channel))
+        elif self.spreads and self.program.on_cpu:
+            constants.append("bool kWindows = true")
         if not (each.by_sample or self.program.on_cpu):
             single, writes = (str(each).lower() for each in (self.chooses, bool(self.made)))
             constants.append(f"bool kSingle = {single}, kWrites = {writes}")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .gates import closing
+from .graph import Graph
 from .naming import (
     CONVOLUTION,
     DWEIGHT,
@@ -206,21 +207,29 @@ def sums_alone(program: Program, number: int) -> bool:
 
 
 def _find_strips(program: Program, own: bool) -> None:
-    """Sets `in_strips`: the passes that are made of v as it is convolved, which wait for no other; and `differentiated`: the pass that
-    makes the gradient of v a plane at a time, or None."""
-    levels, program.in_strips, program.differentiated = program.graph.levels, [], None
+    """Sets `in_strips`: the passes that are made of v as it is convolved, and of what such passes make at the same places; and
+    `differentiated`: the pass that makes the gradient of v a plane at a time, or None."""
+    program.in_strips, program.differentiated = [], None
+    arrays, there = program.arrays, set()
     for i, (each, text) in enumerate(zip(program.passes, program.texts)):
         if not isinstance(each, Planes):
             continue
-        known = each.level == "e" or (
-            levels[each.level].parent == "e" and None not in levels[each.level].window
-        )
-        written = {array.name for key, array in program.arrays.items() if key not in each.targets}
-        if own and known and text.reads_v and not written & text.pointers.keys():
+        waits = {array.name for key, array in arrays.items() if key not in each.targets} & text.pointers.keys()
+        if own and (text.reads_v or waits) and waits <= there:
             program.in_strips.append(i)
-        names = [program.arrays[key].name for key in each.targets]
+            there |= {arrays[key].name for key in each.targets if arrays[key].parts is None}
+        names = [arrays[key].name for key in each.targets]
         if "dz" in names and each.level == "e" and not each.by_sample:
             program.differentiated = i
+
+
+def window_of_v(graph: Graph, level: str) -> tuple[int, ...]:
+    """The positions of v along each of three axes that a window of the level has; 0: all of them."""
+    window = [1] * 3
+    while level != "e":
+        level, own = graph.levels[level]
+        window = [w * (k or 0) for w, k in zip(window, (1,) * (3 - len(own)) + own)]
+    return tuple(window)
 
 
 def keeps_v(program: Program) -> bool:
@@ -289,9 +298,12 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
         calls += ["load::convolved(convolution, v, strips, some, [&](const load::Convolved& strip) {"]
         for i in program.in_strips:
             each = program.passes[i]
-            window = (1,) if each.level == "e" else program.graph.levels[each.level].window
-            pool = ", ".join(map(str, (1,) * (3 - len(window)) + window))
-            calls.append(f"  strip.planes({made[i]}, {_extent_of(each)}, load::Pool<{pool}>());")
+            pool = ", ".join(map(str, window_of_v(program.graph, each.level)))
+            written = {program.arrays[key].name for key in each.targets}
+            again = any(written & program.texts[j].pointers.keys() for j in program.in_strips if j != i)
+            calls.append(
+                f"  strip.planes({made[i]}, {_extent_of(each)}, load::Pool<{pool}>(), {str(not again).lower()});"
+            )
         calls.append("});")
     for i, each in enumerate(program.passes):
         if i in program.in_strips:

@@ -483,9 +483,9 @@ template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kSca
 template <class Pass, class = void> constexpr bool has_windows = false;
 template <class Pass> constexpr bool has_windows<Pass, std::enable_if_t<Pass::kWindows>> = true;
 enum class Walk { rows, windows, single };
-template <class Pass> constexpr Walk walk_of = !is_scalar<Pass>     ? Walk::rows
-                                               : has_windows<Pass> ? Walk::windows
-                                                                   : Walk::single;
+template <class Pass> constexpr Walk walk_of = has_windows<Pass> ? Walk::windows
+                                               : is_scalar<Pass> ? Walk::single
+                                                                 : Walk::rows;
 
 // Samples [first, last).
 struct Samples {
@@ -537,7 +537,7 @@ template <Walk walk> class Plane {
     if constexpr (walk == Walk::single) {
       for (int i = first; i < last; i++) f(Single{{extent_, values, step_, n, c, extent_.C}, i});
     } else {
-      // Windows of neighbours lie side by side within a row.
+      // Windows of neighbours, or those that hold them, lie side by side within a row.
       const bool by_row = walk == Walk::windows && extent_.W >= kLanes / 2;
       for (int i = first; i < last;) {
         const int end = by_row ? std::min(last, (i / extent_.W + 1) * extent_.W) : last;
