@@ -316,7 +316,9 @@ class Program:
                 for mean in node.args[1:]:
                     self._walk(mean, "sample")
         elif over_windows(node):
-            of_scattered = self.on_cpu and where == "window" and _is_loop(node)  # windows in windows don't lie side by side
+            of_scattered = (
+                self.on_cpu and where == "window" and _is_loop(node)
+            )  # windows in windows don't lie side by side
             if of_scattered or where in ("channels", "looked up") or (where == "sample" and node.space.c):
                 self._want(node, node.space)
             else:

@@ -214,7 +214,9 @@ def _find_strips(program: Program, own: bool) -> None:
     for i, (each, text) in enumerate(zip(program.passes, program.texts)):
         if not isinstance(each, Planes):
             continue
-        waits = {array.name for key, array in arrays.items() if key not in each.targets} & text.pointers.keys()
+        waits = {
+            array.name for key, array in arrays.items() if key not in each.targets
+        } & text.pointers.keys()
         if own and (text.reads_v or waits) and waits <= there:
             program.in_strips.append(i)
             there |= {arrays[key].name for key in each.targets if arrays[key].parts is None}

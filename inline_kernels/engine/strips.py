@@ -86,9 +86,7 @@ def of_convolution(image: Image, sizes, windows: Sequence[tuple[int, ...]], whol
     return Strips(image, parts, samples, (*image.numbers, planes, rows, W, samples, 0))
 
 
-def _convolved(
-    C: int, size: Sequence[int], windows: Sequence[tuple[int, ...]] = ()
-) -> tuple[int, int]:
+def _convolved(C: int, size: Sequence[int], windows: Sequence[tuple[int, ...]] = ()) -> tuple[int, int]:
     """Planes and rows of a strip: whole windows, about as many tiles as are computed together, and what a core's cache holds."""
     D, H, W = size
     deep, high = (functools.reduce(math.lcm, [w[i] for w in windows], 1 + i) for i in (0, 1))
