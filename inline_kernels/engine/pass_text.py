@@ -21,6 +21,12 @@ def in_one_line(lines: Sequence[str]) -> str:
     return " ".join(line.split("  //")[0] for line in lines)
 
 
+def indented(lines: Sequence[str | list]) -> list[str]:
+    """A scope's lines, one step in."""
+    each = [[line] if isinstance(line, str) else indented(line) for line in lines]
+    return [f"  {line}" for found in each for line in found]
+
+
 @dataclass
 class Scope:
     """Where lines are written. at: the point of its elements. n, c: what it calls them. Values by node."""
@@ -30,7 +36,7 @@ class Scope:
     level: str
     n: str
     c: str
-    lines: list[str]
+    lines: list[str | list]  # a list: the lines of a loop, one step in
     parent: Scope | None = None
     known: dict[Node, str] = field(default_factory=dict)
     axis: str = ""  # of small values: what a loop of lanes runs along

@@ -89,11 +89,6 @@ def over_channels(node: Node) -> bool:
     )
 
 
-def _is_loop(node: Node) -> bool:
-    """Is a reduction more than the value at a place that is known?"""
-    return node.op != "take" or node.args[1].args[0] is node.args[0]
-
-
 def over_windows(node: Node) -> bool:
     """Is it a reduction over windows?"""
     index = node.args[1] if node.op == "take" else node
@@ -316,10 +311,9 @@ class Program:
                 for mean in node.args[1:]:
                     self._walk(mean, "sample")
         elif over_windows(node):
-            of_scattered = (
-                self.on_cpu and where == "window" and _is_loop(node)
-            )  # windows in windows don't lie side by side
-            if of_scattered or where in ("channels", "looked up") or (where == "sample" and node.space.c):
+            is_loop = node.op != "take" or node.is_extreme
+            scattered = self.on_cpu and where == "window" and is_loop  # these windows don't lie side by side
+            if scattered or where in ("channels", "looked up") or (where == "sample" and node.space.c):
                 self._want(node, node.space)
             else:
                 for a in node.args:

@@ -8,6 +8,8 @@
 #pragma once
 #include <unistd.h>
 
+#include <vector>
+
 #include "core/numerics.h"
 #include "core/philox.h"
 #include "cpu/lanes.h"
@@ -525,6 +527,11 @@ template <Walk walk> class Plane {
   Sum sum() const { return Sum(lanes_); }
   ShiftedSums moments() const { return ShiftedSums(lanes_); }
   Any any() const { return Any(lanes_); }
+  // Room for so many values of the point at hand.
+  auto* held(int64_t count) {
+    held_.resize(count);
+    return held_.data();
+  }
   // Does anything pass, or may zeros in these sums stand for what is not finite?
   template <class... Sums> void note(uint8_t* passes, const Any& any, Sums&... sums) const {
     if (any.value() || !std::isfinite((sums.value() + ...))) __atomic_store_n(passes, 1, __ATOMIC_RELAXED);
@@ -565,6 +572,7 @@ template <Walk walk> class Plane {
   const int64_t step_, at_;
   const Part part_;
   const bool streams_;
+  std::vector<std::conditional_t<walk == Walk::single, real, Lanes>> held_;
   Drawn drawn_;
   int lanes_ = kLanes;  // of the point at hand
 };
