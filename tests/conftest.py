@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 
 # Before torch starts its threads, which would keep a core from the other test process while they wait.
@@ -59,6 +60,17 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned():
+    """What torch.empty returns is NaN, or the largest integer: what nobody writes is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        yield
+    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(scope="module")

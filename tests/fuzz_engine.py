@@ -1,10 +1,10 @@
 """Random programs: a convolution of random settings and sizes, and two to eight operations of the table behind it.
 
-    python tests/fuzz_engine.py [--first 0] [--count 500] [--fused] [--device cpu]
+    python tests/fuzz_engine.py [--first 0] [--count 500] [--fused] [--strips] [--device cpu]
 
 Without --fused the captured graph and its adjoints, by torch in float64, are held against autograd. With it `fuse(model)` in float32 is
 held against eager: for the result and each gradient at most twice eager's error, both against float64. Prints what differs, by seed; a
-program is its seed's alone.
+program is its seed's alone. --strips: the convolutions are those that a CPU's own kernels compute in strips, fused.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import copy
 import random
 import statistics
 import sys
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -51,8 +52,8 @@ class RandomTail(nn.Module):
 
 
 class _Builder:
-    def __init__(self, seed: int):
-        self.r = random.Random(seed)
+    def __init__(self, seed: int, strips: bool):
+        self.r, self.strips = random.Random(seed), strips
         torch.manual_seed(seed)
 
     def choose(self, *options):
@@ -60,6 +61,32 @@ class _Builder:
 
     def model(self) -> tuple[RandomTail, torch.Tensor]:
         self.dimensions = self.choose(2, 2, 3)
+        model, x = self.in_strips() if self.strips else self.convolution()
+        with torch.no_grad():
+            self.shape = Shape(True, tuple(model.conv(x).shape[2:]))
+        self.outside = model.conv.out_channels
+        for _ in range(self.r.randint(2, 8)):
+            self.step(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape) * 0.5 + (0.3 if p.dim() < 3 else 0.0))
+        return model.train(self.choose(True, True, False)), x
+
+    def in_strips(self) -> tuple[RandomTail, torch.Tensor]:
+        """Enough terms a sum, sides of many tiles, more rows or planes than a strip has."""
+        flat = self.dimensions == 2
+        inside, outside = self.r.randint(8, 12) if flat else self.r.randint(3, 5), self.choose(8, 16, 24)
+        settings = dict(padding=self.choose(0, 0, 1, 2), bias=self.choose(True, True, False))
+        if flat:
+            convolution = nn.Conv2d(inside, outside, 3, **settings)
+            size = [self.r.randint(18, 47), self.r.randint(18, self.choose(25, 70, 140))]
+        else:
+            convolution = nn.Conv3d(inside, outside, [self.choose(3, 4), 3, 3], **settings)
+            size = [self.r.randint(5, 12), self.r.randint(18, 26), self.r.randint(18, 40)]
+        x = torch.randn(self.r.randint(1, 3), inside, *size)
+        return RandomTail(convolution, self.choose(True, False, False)), x
+
+    def convolution(self) -> tuple[RandomTail, torch.Tensor]:
         groups = self.choose(1, 1, 1, 2)
         inside, outside = groups * self.r.randint(1, 3), groups * self.choose(1, 2, 3, 4, 6, 8, 12, 16)
         kernel = [self.choose(1, 2, 3, 3, 5) for _ in range(self.dimensions)]
@@ -69,16 +96,7 @@ class _Builder:
         convolution = nn.Conv2d if self.dimensions == 2 else nn.Conv3d
         model = RandomTail(convolution(inside, outside, kernel, **settings), self.choose(True, False, False))
         size = [self.r.randint(13, 21) if self.dimensions == 2 else self.r.randint(11, 14) for _ in kernel]
-        x = torch.randn(self.r.randint(1, 3), inside, *size)
-        with torch.no_grad():
-            self.shape = Shape(True, tuple(model.conv(x).shape[2:]))
-        self.outside = outside
-        for _ in range(self.r.randint(2, 8)):
-            self.step(model)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(torch.randn(p.shape) * 0.5 + (0.3 if p.dim() < 3 else 0.0))
-        return model.train(self.choose(True, True, False)), x
+        return model, torch.randn(self.r.randint(1, 3), inside, *size)
 
     def step(self, model: RandomTail) -> None:
         kinds = ["pointwise"] * 4 + ["parameter"] * 2 + ["number", "residual"]
@@ -247,9 +265,9 @@ class _Builder:
         )
 
 
-def random_program(seed: int) -> tuple[RandomTail, torch.Tensor]:
+def random_program(seed: int, strips: bool = False) -> tuple[RandomTail, torch.Tensor]:
     """A model in float32, its names of steps in `model.names`, and an input."""
-    return _Builder(seed).model()
+    return _Builder(seed, strips).model()
 
 
 def gradients(run: Callable, model: nn.Module, x: torch.Tensor, seed: int = 1) -> dict[str, torch.Tensor]:
@@ -289,12 +307,12 @@ def check_graph(seed: int) -> tuple[str, object]:
 DRAWS = 16
 
 
-def check_fused(seed: int, device: str) -> str:
+def check_fused(seed: int, device: str, strips: bool = False) -> str:
     """What is less exact than twice eager ("" if nothing): in one draw and, where rounding was lucky for eager, in the mean of some, of other x
     and dy: where a norm's planes are constant its gradients hang on dy alone."""
     from inline_kernels import fuse
 
-    model, x = random_program(seed)
+    model, x = random_program(seed, strips)
     model, x = model.to(device), x.to(device)
     doubled, twin, fused = copy.deepcopy(model).double(), copy.deepcopy(model), fuse(model)
 
@@ -331,20 +349,23 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--fused", action="store_true")
+    parser.add_argument("--strips", action="store_true")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what torch.empty returns is NaN
+    warnings.simplefilter("ignore")
     bad = 0
     for seed in range(options.first, options.first + options.count):
         try:
-            if options.fused:
-                wrong = check_fused(seed, options.device)
+            if options.fused or options.strips:
+                wrong = check_fused(seed, options.device, options.strips)
             else:
                 wrong, _ = check_graph(seed)
         except Exception as error:  # reported, as a difference is
             wrong = f"{type(error).__name__}: {error}"
         if wrong:
             bad += 1
-            print(seed, wrong.split("\n")[0], random_program(seed)[0].names)
+            print(seed, wrong.split("\n")[0], random_program(seed, options.strips)[0].names)
     print(f"{options.count} programs, {bad} wrong")
     return bad > 0
 

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import inline_loader
+from fuzz_engine import check_fused
 from inline_kernels import fuse
 from inline_kernels.engine import cases, source, strips
 from inline_kernels.engine.segment import Conv
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 optimised = pytest.mark.usefixtures("optimised")
 
 
@@ -38,6 +40,11 @@ class LargestChannel(nn.Module):
 
     def forward(self, v):
         return torch.max(torch.tanh(v * self.factor) * self.factor, dim=1)[0]
+
+
+class LeastOfDepth(nn.Module):
+    def forward(self, v):
+        return v.amin(2)
 
 
 class Unpassable(nn.Module):
@@ -75,7 +82,18 @@ MODELS = {
         [nn.ReLU(), nn.MaxPool2d(3, 2, 1)],
         (2, 8, 34, 37),
     ),
+    "windows, none in the last strip": (
+        nn.Conv2d(8, 16, 3),
+        [nn.AvgPool2d(4), nn.Sigmoid(), nn.GroupNorm(4, 16)],
+        (1, 8, 20, 301),
+    ),
     "windows in depth": (nn.Conv3d(4, 16, 3), [nn.ReLU(), nn.MaxPool3d(2)], (2, 4, 7, 25, 31)),
+    "a whole axis": (nn.Conv3d(4, 16, 3), [LeastOfDepth(), nn.Softmax(1)], (2, 4, 7, 25, 31)),
+    "windows of windows": (
+        nn.Conv3d(4, 16, 3),
+        [nn.Softmax(1), nn.MaxPool3d(2), nn.MaxPool3d(2)],
+        (2, 4, 13, 25, 31),
+    ),
     "planes": (nn.Conv3d(8, 16, 3, padding=1), [nn.InstanceNorm3d(16), nn.ReLU()], (2, 8, 6, 25, 31)),
     "channels": (nn.Conv2d(8, 24, 3), [nn.InstanceNorm2d(24), LargestChannel(24)], (2, 8, 24, 27)),
     "over channels": (nn.Conv2d(8, 16, 3), [nn.Softmax(1)], (2, 8, 24, 27)),
@@ -102,6 +120,23 @@ def test_twice_eagers_error_at_most(name):
     for i, (truth, eager, own) in enumerate(zip(exact, theirs, ours)):
         error, allowed = (own - truth).norm(), 2 * (eager - truth).norm() + 2e-7 * truth.norm()
         assert error <= allowed, f"result {i} of {len(exact)}: {error} where eager's half is {allowed}"
+
+
+@pytest.mark.parametrize("name", ["a whole axis", "windows of windows"])
+def test_passes_that_wait_for_strips_alone_run_in_them(name):
+    """Nobody reads v outside."""
+    _, new, x, _ = fused(name)
+    with torch.no_grad():
+        text = new.source(x)
+    inside, outside = text.split("load::convolved(")[1].split("\n    });")
+    assert inside.count("strip.planes(") == text.count("template <class Plane>") > 1
+    assert "load::planes(" not in outside
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs(seed):
+    """More of them: tests/fuzz_engine.py --strips."""
+    assert check_fused(seed, "cpu", strips=True) == ""
 
 
 @pytest.mark.parametrize("name", ["pointwise", "long rows, few channels in", "channels"])

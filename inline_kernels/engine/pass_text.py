@@ -21,6 +21,12 @@ def in_one_line(lines: Sequence[str]) -> str:
     return " ".join(line.split("  //")[0] for line in lines)
 
 
+def indented(lines: Sequence[str | list]) -> list[str]:
+    """A scope's lines, one step in."""
+    each = [[line] if isinstance(line, str) else indented(line) for line in lines]
+    return [f"  {line}" for found in each for line in found]
+
+
 @dataclass
 class Scope:
     """Where lines are written. at: the point of its elements. n, c: what it calls them. Values by node."""
@@ -30,7 +36,7 @@ class Scope:
     level: str
     n: str
     c: str
-    lines: list[str]
+    lines: list[str | list]  # a list: the lines of a loop, one step in
     parent: Scope | None = None
     known: dict[Node, str] = field(default_factory=dict)
     axis: str = ""  # of small values: what a loop of lanes runs along
@@ -55,6 +61,7 @@ class PassText:
         self.pointers: dict[str, str] = {}  # by name, its declaration's type
         self.numbers: dict[str, str] = {}
         self.scalar = False  # is it of single positions?
+        self.spreads = False  # … do positions have values of the windows that hold them?
         self.reads_v = self.writes_dz = False
         self.made: set[Key] = set()  # arrays of this pass
         self.lazy: set[Node] = set()  # gates behind which alone something is drawn
@@ -252,7 +259,7 @@ class PassText:
             raise Unsupported("an extreme over all positions")
         level = node.args[1].attr[0] if node.op == "put" else node.attr
         inner = Scope("point", "w", level, scope.n, scope.c, [], scope)
-        inner.kind = "looked up"
+        inner.kind, self.spreads = "looked up", True
         value = self.value(node.args[0], inner)
         if node.op == "put":
             value = f"math::select({self.value(node.args[1], inner)} == w.place, {value}, real(0))"

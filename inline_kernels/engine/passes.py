@@ -312,7 +312,9 @@ class Program:
                 for mean in node.args[1:]:
                     self._walk(mean, "sample")
         elif over_windows(node):
-            if where in ("channels", "looked up") or (where == "sample" and node.space.c):
+            is_loop = node.op != "take" or node.is_extreme
+            scattered = self.on_cpu and where == "window" and is_loop  # these windows don't lie side by side
+            if scattered or where in ("channels", "looked up") or (where == "sample" and node.space.c):
                 self._want(node, node.space)
             else:
                 for a in node.args:

@@ -1,6 +1,7 @@
 """The text of a pass over positions, plane by plane: what it writes at each of them, and its sums.
 
-Reductions over channels, and over a window, are loops at a point (`_prepare`); values at picked places are computed there again (`_chosen`).
+Reductions over channels, and over a window, are loops at a point (`_prepare`); values at picked places are computed there again (`_chosen`). On a CPU
+a loop over channels finds what took an earlier one much in its core's cache (`_held`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from collections.abc import Iterable, Sequence
 from .gates import is_drawn, is_gate, zero_with
 from .graph import Node, order, walk
 from .naming import PASSES, Names, local, total_of
-from .pass_text import PassText, Scope
+from .pass_text import PassText, Scope, indented
 from .passes import Key, Planes, Program, Unsupported, is_static, over_channels, over_windows
+from .scalars import instructions
+
+_MUCH = 8  # instructions: more than to store a value and to load it again
 
 
 class PlaneText(PassText):
@@ -21,6 +25,8 @@ class PlaneText(PassText):
         self.finer: list[Key] = []  # sums over the level below, that its windows' walk has yet to make
         self.picks_channel = False  # single positions at a channel of their own each?
         self.chooses = False  # … whose channels have positions of their own each?
+        self.loops: list[Scope] = []  # over channels at a point of the pass
+        self.held: list[Node] = []  # of what these compute, what later ones read again
         self.takes: dict[
             Node, list[Node]
         ] = {}  # by an extreme: what is kept of its place while it is looked for
@@ -28,7 +34,9 @@ class PlaneText(PassText):
     def lines(self, each: Planes) -> list[str]:
         body: list[str] = []
         plane = Scope("plane", "plane", "", "plane.n", "plane.c", body)
-        point = Scope("point", "at", each.level, "at.n", "0" if each.by_sample else "at.c", [], plane)
+        self.point = point = Scope(
+            "point", "at", each.level, "at.n", "0" if each.by_sample else "at.c", [], plane
+        )
         self.made = {key for key in self.targets if key.what == "value"}
         terms = {key: key.source for key in self.targets}
         finer = self.finer = list(each.finer)
@@ -64,13 +72,15 @@ class PlaneText(PassText):
         if last:
             point.lines += [
                 f"at.channels({self.number('C')}, [&](const auto& e) {{",
-                *[f"  {line}" for line in last.lines],
+                *indented(last.lines),
                 "});",
             ]
-        walk = ["plane.each([&](const auto& at) {", *[f"  {line}" for line in point.lines], "});"]
+        if self.held:
+            totals.append(f"auto* const held = plane.held({self._room(len(self.held))});")
+        walk = ["plane.each([&](const auto& at) {", *indented(point.lines), "});"]
         idle = self._idle(each, terms, plane)
         if idle:
-            written = [line for line in point.lines if line.startswith("at.write")]
+            written = [line.strip() for line in indented(point.lines) if line.startswith("  at.write")]
             zeros = [re.sub(r", \w+\);", ", at.zero());", line) for line in written]
             body.append(idle)
             walk[0] = f"if (!idle) {walk[0]}"
@@ -80,10 +90,12 @@ class PlaneText(PassText):
             rest = Scope("point", "e", parent, "plane.n", "plane.c", [], plane)
             self._add_finer(rest)
             head = f"plane.rest({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
-            walk += [head, *[f"  {line}" for line in rest.lines], "});"]
+            walk += [head, *indented(rest.lines), "});"]
         constants = []
         if self.scalar:
             constants.append("bool kScalar = true" + ", kWindows = true" * (not self.picks_channel))
+        elif self.spreads and self.program.on_cpu:
+            constants.append("bool kWindows = true")
         if not (each.by_sample or self.program.on_cpu):
             single, writes = (str(each).lower() for each in (self.chooses, bool(self.made)))
             constants.append(f"bool kSingle = {single}, kWrites = {writes}")
@@ -179,6 +191,7 @@ class PlaneText(PassText):
         """One loop at a point over channels or a window, for several reductions."""
         if axis == "c":
             inner = Scope("channels", "e", scope.level, "e.n", "e.c", [], scope)
+            self.loops.append(inner)
             head = f"{scope.at}.channels({self.number('C')}, [&](const auto& e) {{"
         else:
             parent = self.graph.levels[axis].parent
@@ -226,7 +239,30 @@ class PlaneText(PassText):
                 inner.lines.append(f"{own}{name} += {term};")
                 ends += [f"{declares}{name} = {total};"] * shared
             scope.known[node] = name
-        scope.lines += [*declared, head, *[f"  {line}" for line in inner.lines], "});", *ends]
+        scope.lines += [*declared, head, inner.lines, "});", *ends]
+
+    def _text(self, node: Node, scope: Scope) -> tuple[str, str]:
+        held = self._held(node, scope) if self.program.on_cpu and node.is_scalar_op else ""
+        return (held, "") if held else super()._text(node, scope)
+
+    def _held(self, node: Node, scope: Scope) -> str:
+        """A channel's value of an earlier loop at the pass's point, which that has then kept; "" where there is none, or it took little."""
+        loops = [loop for loop in self.loops if node in loop.known and loop is not scope]
+        if node.is_boolean or scope.kind != "channels" or scope.parent is not self.point or not loops:
+            return ""
+        loop = loops[0]
+        if loop.parent is not self.point or instructions(loop.known.keys() & order([node])) < _MUCH:
+            return ""
+        is_new = node not in self.held
+        self.held += [node] * is_new
+        number = self.held.index(node)
+        place = f"held[{self._room(number) + ' + ' if number else ''}e.c]"
+        loop.lines += [f"{place} = {loop.known[node]};"] * is_new
+        return place
+
+    def _room(self, values: int) -> str:
+        """Of so many values of all channels."""
+        return f"{values} * {self.number('C')}" if values > 1 else self.number("C")
 
     def _add_finer(self, inner: Scope) -> None:
         """The sums over the positions of a window: in the first walk over windows."""
@@ -268,7 +304,7 @@ class PlaneText(PassText):
         name = f"at_{known}_{of.id}"
         scope.lines += [
             f"const auto {name} = [&] {{",
-            *[f"  {line}" for line in inner.lines],
+            *indented(inner.lines),
             f"  return {value};",
             "}();",
         ]

@@ -11,7 +11,7 @@ Nodes have operators (+, -, *, /, unary -, comparisons by `gt`, `ge`, `eq`), `wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 INF = math.inf
@@ -194,3 +194,27 @@ SCALARS: dict[str, Scalar] = dict(
         _function("elu_gradient", arity=2),
     ]
 )
+
+
+# Of operations that take more than one instruction, about how many.
+_INSTRUCTIONS = {
+    "exp": 5,
+    "log": 8,
+    "log1p": 12,
+    "expm1": 12,
+    "sqrt": 8,
+    "rsqrt": 8,
+    "div": 8,
+    "sigmoid": 12,
+    "silu": 13,
+    "tanh": 14,
+    "softplus": 18,
+    "mish": 22,
+    "gelu": 20,
+    "erf": 18,
+}
+
+
+def instructions(nodes: Iterable) -> int:
+    """About how many their operations take."""
+    return sum(_INSTRUCTIONS.get(node.op, node.op in SCALARS) for node in nodes)

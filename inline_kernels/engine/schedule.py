@@ -189,8 +189,7 @@ def _divide(plan: Plan, arguments: Sequence) -> None:
     image = strips.Image(segment.conv, arguments[0], arguments[len(segment.inputs)])
     ahead, back = composed.forward, composed.backward
     if ahead.convolves:
-        levels = {ahead.passes[i].level for i in ahead.in_strips}
-        windows = [plan.segment.graph.levels[level].window for level in levels if level != "e"]
+        windows = [source.window_of_v(segment.graph, ahead.passes[i].level) for i in ahead.in_strips]
         whole = "v" in saved or ahead.mixes_samples or not source.keeps_v(ahead)
         plan.strips["forward"] = strips.of_convolution(image, plan.sizes, windows, whole)
     if back and back.differentiated_by:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from . import direct, naming
 from .graph import ELEMENTS, ONE, Node, down_to, order, walk
 from .passes import Array, Key, Program, Unsupported, over_channels
+from .scalars import instructions
 
 
 class Writer(direct._Writer):
@@ -98,19 +99,6 @@ class Sink(NamedTuple):
         return f"reduce::Of{self.kind.title()}"
 
 
-# Of operations that take more than one.
-_INSTRUCTIONS = {
-    "exp": 5,
-    "log": 8,
-    "log1p": 12,
-    "expm1": 12,
-    "sqrt": 8,
-    "rsqrt": 8,
-    "div": 8,
-    "sigmoid": 12,
-    "silu": 13,
-}
-_INSTRUCTIONS |= {"tanh": 14, "softplus": 18, "mish": 22, "gelu": 20, "erf": 18}
 REDUCTIONS = {("pick", 1): "reduce::Max", ("pick", -1): "reduce::Min", ("sum", None): "reduce::Sum"}
 
 
@@ -152,8 +140,7 @@ class Pass:
         name, writer = f"Tail{self.number}_{node.id}", self._writer(node, {})
         if name not in self.given:
             self._keep(name, writer, writer.tail(name))
-            of_element = [each for each in writer._nodes() if not each.space.small]
-            self.instructions += sum(_INSTRUCTIONS.get(each.op, each.is_scalar_op) for each in of_element)
+            self.instructions += instructions(n for n in writer._nodes() if not n.space.small)
         return name
 
     def _writer(self, node: Node, given: Mapping[Node, str]) -> Writer:

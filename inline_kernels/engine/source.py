@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .gates import closing
+from .graph import Graph
 from .naming import (
     CONVOLUTION,
     DWEIGHT,
@@ -206,27 +207,41 @@ def sums_alone(program: Program, number: int) -> bool:
 
 
 def _find_strips(program: Program, own: bool) -> None:
-    """Sets `in_strips`: the passes that are made of v as it is convolved, which wait for no other; `convolves`; and `differentiated`: the pass that
-    makes the gradient of v a plane at a time, or None."""
-    levels, program.in_strips, program.differentiated = program.graph.levels, [], None
+    """Sets `in_strips`: the passes that are made of v as it is convolved, and of what such passes make at the same places; `convolves`; and
+    `differentiated`: the pass that makes the gradient of v a plane at a time, or None."""
+    program.in_strips, program.differentiated = [], None
+    arrays, there = program.arrays, set()
     for i, (each, text) in enumerate(zip(program.passes, program.texts)):
         if not isinstance(each, Planes):
             continue
-        known = each.level == "e" or (
-            levels[each.level].parent == "e"
-            and None not in levels[each.level].window
-            and levels[each.level].is_apart
-        )
-        written = {array.name for key, array in program.arrays.items() if key not in each.targets}
-        if own and known and text.reads_v and not written & text.pointers.keys():
+        waits = {
+            array.name for key, array in arrays.items() if key not in each.targets
+        } & text.pointers.keys()
+        whole = _are_tiles(program.graph, each.level)
+        if own and whole and (text.reads_v or waits) and waits <= there:
             program.in_strips.append(i)
-        overlapping = each.level != "e" and not levels[each.level].is_apart  # windows that no strip has whole
+            there |= {arrays[key].name for key in each.targets if arrays[key].parts is None}
         program.convolves = (
-            program.convolves or i in program.in_strips or (own and overlapping and text.reads_v)
+            program.convolves or i in program.in_strips or (own and not whole and text.reads_v)
         )
-        names = [program.arrays[key].name for key in each.targets]
+        names = [arrays[key].name for key in each.targets]
         if "dz" in names and each.level == "e" and not each.by_sample:
             program.differentiated = i
+
+
+def _are_tiles(graph: Graph, level: str) -> bool:
+    """Are no positions of v in two windows of the level? A strip then has whole ones."""
+    return level == "e" or (graph.levels[level].is_apart and _are_tiles(graph, graph.levels[level].parent))
+
+
+def window_of_v(graph: Graph, level: str) -> tuple[int, ...]:
+    """The positions of v along each of three axes that a window of the level has; 0: all of them."""
+    window = [1] * 3
+    while level != "e":
+        own = graph.levels[level].window
+        window = [w * (k or 0) for w, k in zip(window, (1,) * (3 - len(own)) + own)]
+        level = graph.levels[level].parent
+    return tuple(window)
 
 
 def keeps_v(program: Program) -> bool:
@@ -295,9 +310,12 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
         calls += ["load::convolved(convolution, v, strips, some, [&](const load::Convolved& strip) {"]
         for i in program.in_strips:
             each = program.passes[i]
-            window = (1,) if each.level == "e" else program.graph.levels[each.level].window
-            pool = ", ".join(map(str, (1,) * (3 - len(window)) + window))
-            calls.append(f"  strip.planes({made[i]}, {_extent_of(each)}, load::Pool<{pool}>());")
+            pool = ", ".join(map(str, window_of_v(program.graph, each.level)))
+            written = {program.arrays[key].name for key in each.targets}
+            again = any(written & program.texts[j].pointers.keys() for j in program.in_strips if j != i)
+            calls.append(
+                f"  strip.planes({made[i]}, {_extent_of(each)}, load::Pool<{pool}>(), {str(not again).lower()});"
+            )
         calls.append("});")
     for i, each in enumerate(program.passes):
         if i in program.in_strips:

@@ -20,8 +20,7 @@ from . import library
 from .source import Own
 
 _TILES = 64  # of 2×2 results, that are computed together (winograd.h's kChunk)
-_TILE_BYTES = 512 << 10  # of transformed input: half of a usual cache of a core
-_VALUE_BYTES = 256 << 10  # of a strip's results
+_VALUE_BYTES = 256 << 10  # of a strip's results: a quarter of a usual cache of a core
 _SHARES = 32  # of the gradient's direct sums: so many threads can make them
 
 
@@ -79,24 +78,23 @@ class Strips(NamedTuple):
 
 
 def of_convolution(image: Image, sizes, windows: Sequence[tuple[int, ...]], whole: bool) -> Strips:
-    """windows: of the pools whose passes a strip has. whole: all samples' v is kept, or none's."""
+    """windows: the positions of v that those of a strip's passes have, 0: a whole axis. whole: all samples' v is kept, or none's."""
     D, H, W = sizes.levels["e"]
-    planes, rows = _convolved(image, sizes.C, (D, H, W), [(1,) * (3 - len(w)) + w for w in windows])
+    planes, rows = _convolved(sizes.C, (D, H, W), windows)
     samples = sizes.N if whole else max(1, library.CPU_PIECE_BYTES // (4 * sizes.C * D * H * W))
     parts = -(-D // planes) * -(-H // rows)
     return Strips(image, parts, samples, (*image.numbers, planes, rows, W, samples, 0))
 
 
-def _convolved(
-    image: Image, C: int, size: Sequence[int], windows: Sequence[tuple[int, ...]] = ()
-) -> tuple[int, int]:
+def _convolved(C: int, size: Sequence[int], windows: Sequence[tuple[int, ...]] = ()) -> tuple[int, int]:
     """Planes and rows of a strip: whole windows, about as many tiles as are computed together, and what a core's cache holds."""
     D, H, W = size
     deep, high = (functools.reduce(math.lcm, [w[i] for w in windows], 1 + i) for i in (0, 1))
     rows = max(2, 2 * (_TILES // -(-W // 2)))
-    rows = min(H, -(-rows // high) * high) if deep == 1 else H
-    fitting = _TILE_BYTES // (16 * image.channels * (_TILES + 16) * 4) - image.taps[0] + 1
-    fitting = max(1, min(D, fitting, _VALUE_BYTES // (4 * C * rows * W))) if D > 1 else 1
+    rows = min(H, -(-rows // high) * high) if deep == 1 and high else H
+    if not deep:
+        return D, rows
+    fitting = max(1, min(D, _VALUE_BYTES // (4 * C * rows * W)))
     planes = -(-D // -(-D // fitting))  # evenly
     return min(D, -(-planes // deep) * deep), rows
 
@@ -117,5 +115,5 @@ def turned(conv, dz: Tensor, filters: Tensor) -> tuple[Image, tuple[int, ...]]:
     dz = dz.view(*dz.shape[:2], *dz.shape[-len(around) :])
     image = Image(conv._replace(padding=tuple(around)), dz, filters)
     size = (*[1] * (3 - len(around)), *image.result)
-    planes, rows = _convolved(image, len(filters), size)
+    planes, rows = _convolved(len(filters), size)
     return image, (len(dz), len(filters), *image.numbers, planes, rows)

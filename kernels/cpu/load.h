@@ -8,6 +8,8 @@
 #pragma once
 #include <unistd.h>
 
+#include <vector>
+
 #include "core/numerics.h"
 #include "core/philox.h"
 #include "cpu/lanes.h"
@@ -574,9 +576,9 @@ template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kSca
 template <class Pass, class = void> constexpr bool has_windows = false;
 template <class Pass> constexpr bool has_windows<Pass, std::enable_if_t<Pass::kWindows>> = true;
 enum class Walk { rows, windows, single };
-template <class Pass> constexpr Walk walk_of = !is_scalar<Pass>     ? Walk::rows
-                                               : has_windows<Pass> ? Walk::windows
-                                                                   : Walk::single;
+template <class Pass> constexpr Walk walk_of = has_windows<Pass> ? Walk::windows
+                                               : is_scalar<Pass> ? Walk::single
+                                                                 : Walk::rows;
 
 // Samples [first, last).
 struct Samples {
@@ -616,6 +618,11 @@ template <Walk walk> class Plane {
   Sum sum() const { return Sum(lanes_); }
   ShiftedSums moments() const { return ShiftedSums(lanes_); }
   Any any() const { return Any(lanes_); }
+  // Room for so many values of the point at hand.
+  auto* held(int64_t count) {
+    held_.resize(count);
+    return held_.data();
+  }
   // Does anything pass, or may zeros in these sums stand for what is not finite?
   template <class... Sums> void note(uint8_t* passes, const Any& any, Sums&... sums) const {
     if (any.value() || !std::isfinite((sums.value() + ...))) __atomic_store_n(passes, 1, __ATOMIC_RELAXED);
@@ -628,7 +635,7 @@ template <Walk walk> class Plane {
     if constexpr (walk == Walk::single) {
       for (int i = first; i < last; i++) f(Single{{extent_, values, step_, n, c, extent_.C}, i});
     } else {
-      // Windows of neighbours lie side by side within a row.
+      // Windows of neighbours, or those that hold them, lie side by side within a row.
       const bool by_row = walk == Walk::windows && extent_.W >= kLanes / 2;
       for (int i = first; i < last;) {
         const int end = by_row ? std::min(last, (i / extent_.W + 1) * extent_.W) : last;
@@ -656,6 +663,7 @@ template <Walk walk> class Plane {
   const int64_t step_, at_;
   const Part part_;
   const bool streams_;
+  std::vector<std::conditional_t<walk == Walk::single, real, Lanes>> held_;
   Drawn drawn_;
   int lanes_ = kLanes;  // of the point at hand
 };

@@ -50,13 +50,31 @@ struct Convolution {
 class Convolver {
  public:
   Convolver(const Convolution& of, int64_t planes)
-      : of_(of), sizes_(of.sizes), stride_((planes + sizes_.depth - 1) * sizes_.C * winograd::kRow),
+      : of_(of), sizes_(of.sizes), planes_(std::min(planes, fitting())),
+        stride_((planes_ + sizes_.depth - 1) * sizes_.C * winograd::kRow),
         memory_((16 * stride_ + 16 * kPlane) * sizeof(accumulate_t) / sizeof(winograd::Line) + 1),
         tiles_(memory_[0].at), products_(tiles_ + 16 * stride_) {}
 
   // out[k·step + d·pitch + …] = channel k's rows of the strip's d-th plane. Where it isn't finite, direct sums say what is infinite,
   // and what NaN.
-  void operator()(value_t* out, int64_t step, int64_t pitch, const Strip& strip) {
+  void operator()(value_t* out, int64_t step, int64_t pitch, Strip strip) {
+    const int64_t end = strip.plane + strip.planes;
+    for (; strip.plane < end; strip.plane += planes_, out += planes_ * pitch) {
+      strip.planes = std::min(planes_, end - strip.plane);
+      convolve(out, step, pitch, strip);
+    }
+  }
+
+ private:
+  static constexpr int64_t kPlane = winograd::kOutputs * winograd::kRow;
+
+  // The planes whose transformed input takes half of a usual cache of a core.
+  int64_t fitting() const {
+    const int64_t planes = (512 << 10) / int64_t(16 * sizes_.C * winograd::kRow * sizeof(accumulate_t));
+    return std::max<int64_t>(1, planes - sizes_.depth + 1);
+  }
+
+  void convolve(value_t* out, int64_t step, int64_t pitch, const Strip& strip) {
     using namespace winograd;
     const int64_t C = sizes_.C, K = sizes_.K, terms = sizes_.terms(), across = sizes_.across();
     const int64_t all = (strip.rows + 1) / 2 * across;
@@ -80,9 +98,6 @@ class Convolver {
     }
     if (odd) sum_directly(out, step, pitch, strip);
   }
-
- private:
-  static constexpr int64_t kPlane = winograd::kOutputs * winograd::kRow;
 
   void read(accumulate_t* tiles, int64_t c, const Strip& strip, int64_t i, const std::vector<winograd::Run>& runs) const {
     const int64_t d = strip.plane + i - sizes_.before, H = sizes_.H, W = sizes_.W;
@@ -135,6 +150,7 @@ class Convolver {
 
   const Convolution& of_;
   const winograd::Sizes& sizes_;
+  const int64_t planes_;  // at most so many at a time
   const int64_t stride_;  // tiles (16, planes, C, kRow): the terms of an output plane follow one another
   Filters memory_;
   accumulate_t *tiles_, *products_;  // products (16, kPlane)
@@ -147,10 +163,11 @@ struct Convolved {
   const value_t* values;  // by position in the sample's channel; `shift` more from a segment to the next
   int64_t step, shift;
 
-  // A pass over the windows of a pool that begin in the strip. Pool<1, 1, 1>: over its positions.
+  // A pass over the windows of a pool that begin in the strip, perhaps none: its sums are then zeros. Pool<1, 1, 1>: over its positions.
+  // may_stream: nobody reads its results here.
   template <class Pass, int KD, int KH, int KW>
-  void planes(const Pass& pass, const Extent& extent, Pool<KD, KH, KW>) const {
-    const bool streams = are_large(extent);
+  void planes(const Pass& pass, const Extent& extent, Pool<KD, KH, KW>, bool may_stream) const {
+    const bool streams = may_stream && are_large(extent);
     const auto begins = [](int64_t at, int64_t count, int64_t all, int64_t window, int64_t windows) {
       return at + count == all ? windows : window ? (at + count) / window : 0;
     };
@@ -158,7 +175,6 @@ struct Convolved {
     const int64_t deep = begins(strip.plane, strip.planes, division.D, KD, extent.D) - d;
     const int64_t down = begins(strip.row, strip.rows, division.H, KH, extent.H) - h;
     const Part part{int((d * extent.H + h) * W), int(down * W), int(extent.H * W), int(deep), shift};
-    if (down < 1) return;
     for (int64_t c = 0; c < extent.C; c++) {
       const int64_t at = (strip.n * extent.C + c) * division.parts() + strip.number;
       Plane<walk_of<Pass>> plane(extent, values, step, strip.n, c, at, part, streams);
