@@ -698,10 +698,11 @@ def test_what_is_saved_lies_as_foreseen(layout, device):
     ],
 )
 def test_kernels_compile_without_spills(number, value, architecture, last, monkeypatch, tmp_path):
-    """Those of a model, or behind a norm and a pool. Where windows overlap, too, lanes have several channels."""
+    """Those of a model, or of a norm and a pool. Where windows overlap, too, lanes have several channels."""
     monkeypatch.setattr(library, "device_type", lambda x: "cuda")
     if pool := SOME_POOLS.get(number):
         model = Pooled(pool, True)
+        model.behind = nn.Identity()
         x = torch.randn(2, 1, *(8,) * (3 if number == "of volumes" else 2))
     else:
         model, x = problem(number)
