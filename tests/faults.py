@@ -126,6 +126,26 @@ FAULTS = [
     Fault("kernels/load/turned.cuh", "blockIdx.x - (which ? turns.of[0].blocks : 0)", "blockIdx.x", "test_engine_source.py -k whole_arrays"),
     Fault("inline_kernels/engine/programs.py", "if is_known(node) and small & {*order([node])}", "if False", "test_engine_source.py -k test_no_pass_before"),
     Fault("inline_kernels/engine/schedule.py", "over = over and not plan.segment.conv.is_nothing", "over = over", "test_engine_between.py -k 'is_right and before'"),
+    # ---- windows that overlap, lie apart, begin outside
+    Fault("kernels/load/planes.cuh", "is_in<P>(z, fine.D) && is_in<P>(y, fine.H);", "is_in<P>(y, fine.H);", "test_engine_source.py -k 'any_windows and cuda and volumes'"),
+    Fault("kernels/load/planes.cuh", "total += math::select(inside, f(", "total += math::select(true, f(", "test_engine_source.py -k 'any_windows and cuda and mean'"),
+    Fault("kernels/load/extent.h", "first(position + P < K ? 0 : (position + P - K) / S + 1)", "first((position + P - K) / S + 1)", "test_engine_source.py -k 'any_windows and cuda'"),
+    Fault("kernels/load/extent.h", "(behind < windows ? behind : windows) - first", "behind - first", "test_engine_source.py -k 'any_windows and cuda'"),
+    Fault("kernels/load/extreme.cuh", "counts && (index < 0", "(index < 0", "test_engine_source.py -k 'any_windows and cuda and stem'"),
+    Fault("kernels/cpu/load.h", "(x <= last);", "(x <= x);", "test_engine_source.py -k 'any_windows and cpu'"),
+    Fault("kernels/cpu/load.h", "e.inside = is_in(z + row / kh, fine.D) &", "e.inside =", "test_engine_source.py -k 'any_windows and cpu and volumes'"),
+    Fault("kernels/cpu/load.h", "whole(P::left(fine, here.w), P::left(fine, here.w + count - 1) + width, fine.W)", "true", "test_engine_source.py -k 'any_windows and cpu and mean'"),
+    Fault("inline_kernels/engine/graph.py", "a.op == \"upsample\" and not any(self.levels[a.attr].padding)", "a.op == \"upsample\"", "test_engine_graph.py -k overlap"),
+    Fault("inline_kernels/engine/graph.py", " and self._is_apart(axis)", "", "test_engine_graph.py -k overlap"),
+    Fault("inline_kernels/engine/graph.py", " and self._is_apart(_axis_of(index))", "", "test_engine_graph.py -k overlap"),
+    Fault("inline_kernels/engine/passes.py", "None not in level.window and level.is_apart", "None not in level.window", "test_engine_source.py -k 'any_windows and cuda and stem'"),
+    Fault("inline_kernels/engine/source.py", "if own and whole and (text", "if own and (text", "test_engine_strips.py -k 'twice_eagers and overlap'"),
+    Fault("inline_kernels/engine/direct.py", "if not pooled.graph.levels[pooled.space.level].is_apart:", "if False:", "test_engine_direct.py -k not_pointwise"),
+    Fault("inline_kernels/engine/sinks.py", "({size} - {window - 2 * padding})", "({size} - {window})", "test_engine_sinks.py -k 'v_stored and overlapping'"),
+    Fault("inline_kernels/engine/composed.py", "if not level.is_apart:", "if False:", "test_composed.py -k another_formula"),
+    Fault("inline_kernels/engine/ops.py", "any(t.graph.levels[level].padding) and not count_include_pad", "False", "test_engine_ops.py -k says_why"),
+    Fault("inline_kernels/engine/programs.py", "if a.op == \"take\" and a.args[1] is index:\n        return a.args[0]\n    operands", "if a.op == \"take\" and a.args[1] is index:\n        return a\n    operands", "test_engine_source.py -k 'any_windows and cuda and stem'"),
+    Fault("kernels/load/extreme.cuh", "int(place) : index;\n    return better;", "int(place) : index;\n    return true;", "test_engine_source.py -k 'any_windows and cuda and stem'"),
 ]
 # fmt: on
 

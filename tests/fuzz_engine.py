@@ -109,7 +109,7 @@ class _Builder:
         kind = self.r.choice(kinds)
         before = self.shape
         name, function = getattr(self, kind)(model)
-        model.steps.append((function, before != self.shape))
+        model.steps.append((function, kind == "pool" or before != self.shape))
         model.names.append(name)
 
     # ---- kinds of steps: a name and a function of (module, value, kept)
@@ -200,16 +200,21 @@ class _Builder:
         return total
 
     def pool(self, model):
-        window = tuple(self.choose(1, 2, 2, 3) for _ in range(self.dimensions))
-        sizes = tuple(s // w for s, w in zip(self.shape.positions, window))
+        window = stride = tuple(self.choose(1, 2, 2, 3) for _ in range(self.dimensions))
+        around = (0,) * self.dimensions
+        if self.choose(True, False):  # windows that overlap, lie apart, begin outside
+            stride = tuple(self.choose(1, 2, 3) for _ in window)
+            around = tuple(self.r.randint(0, w // 2) for w in window)
+        axes = zip(self.shape.positions, window, stride, around)
+        sizes = tuple((s + 2 * p - w) // t + 1 for s, w, t, p in axes)
         if min(sizes) < 1:
             return self.pointwise(model)
         self.shape = self.shape._replace(positions=sizes)
-        two = self.dimensions == 2
+        largest, average = [(F.max_pool2d, F.avg_pool2d), (F.max_pool3d, F.avg_pool3d)][self.dimensions - 2]
         return self.r.choice(
             [
-                ("max_pool", lambda m, v, k: (F.max_pool2d if two else F.max_pool3d)(v, window)),
-                ("avg_pool", lambda m, v, k: (F.avg_pool2d if two else F.avg_pool3d)(v, window)),
+                ("max_pool", lambda m, v, k: largest(v, window, stride, around)),
+                ("avg_pool", lambda m, v, k: average(v, window, stride, around)),
             ]
         )
 

@@ -5,6 +5,7 @@ Values are kept broadcastable to (N, C, *positions): an axis that a node's space
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -78,20 +79,21 @@ class Sizes:
         self.graph, self.n, self.c = graph, n, c
         self.levels = {"e": tuple(positions)}
         for name, level in graph.levels.items():
-            parent = self.levels[level.parent]
-            self.levels[name] = tuple(
-                1 if w is None else s // w for s, w in zip(parent, level.window, strict=True)
-            )
+            axes = zip(self.levels[level.parent], level.window, level.stride, level.padding, strict=True)
+            self.levels[name] = tuple(1 if w is None else (s + 2 * p - w) // t + 1 for s, w, t, p in axes)
 
     def shape(self, space: Space) -> tuple[int, ...]:
         positions = self.levels[space.level] if space.level else (1,) * self.graph.dimensions
         return self.n if space.n else 1, self.c if space.c else 1, *positions
 
     def window(self, level: str) -> tuple[int, ...]:
+        return tuple(size for _, size, _, _ in self.axes(level))
+
+    def axes(self, level: str) -> list[tuple[int, int, int, int]]:
+        """By axis how many windows there are, their size, stride and padding."""
         known = self.graph.levels[level]
-        return tuple(
-            s if w is None else w for w, s in zip(known.window, self.levels[known.parent], strict=True)
-        )
+        sizes = zip(self.levels[level], self.levels[known.parent], known.window, known.stride, known.padding)
+        return [(n, s, s, 0) if w is None else (n, w, t, p) for n, s, w, t, p in sizes]
 
     def count(self, axis: str, what: str | int) -> int:
         if axis == "group":
@@ -152,18 +154,24 @@ def _sum(a, axis, sizes):
     return _windows(a, axis, sizes).sum(-1)
 
 
-def _windows(a, level, sizes):
-    """(N, C, *windows, positions of a window)"""
-    for i, (w, n) in enumerate(zip(sizes.window(level), sizes.levels[level], strict=True)):
-        a = a.narrow(2 + i, 0, n * w).unfold(2 + i, w, w)
-    return a.flatten(2 + len(sizes.levels[level]))
+def _windows(a, level, sizes, outside=0):
+    """(N, C, *windows, places of a window), with a value of those outside of all positions."""
+    axes = sizes.axes(level)
+    a = F.pad(a, [p for *_, p in reversed(axes) for _ in range(2)], value=outside)
+    for i, (n, w, t, _) in enumerate(axes):
+        a = a.narrow(2 + i, 0, (n - 1) * t + w).unfold(2 + i, w, t)
+    return a.flatten(2 + len(axes))
 
 
 def _upsample(a, level, sizes):
-    parent = sizes.levels[sizes.graph.levels[level].parent]
-    for i, w in enumerate(sizes.window(level)):
-        a = a.repeat_interleave(w, 2 + i)
-    return F.pad(a, [q for i in reversed(range(len(parent))) for q in (0, parent[i] - a.shape[2 + i])])
+    """Place by place of all windows at once."""
+    parent, axes = sizes.levels[sizes.graph.levels[level].parent], sizes.axes(level)
+    around = [s + 2 * p for s, (*_, p) in zip(parent, axes, strict=True)]
+    total = a.new_zeros(*a.shape[:2], *around)
+    for place in itertools.product(*[range(w) for _, w, _, _ in axes]):
+        at = [slice(i, i + (n - 1) * t + 1, t) for i, (n, _, t, _) in zip(place, axes, strict=True)]
+        total[(..., *at)] += a
+    return total[(..., *[slice(p, p + s) for s, (*_, p) in zip(parent, axes, strict=True)])]
 
 
 def _group(a, groups):
@@ -191,11 +199,13 @@ def _pick(a, axis, sign, sizes):
     if axis == "s":
         flat = (a.flatten(2).max if sign > 0 else a.flatten(2).min)(2)[1]
         return flat.reshape(*a.shape[:2], *[1] * (a.dim() - 2))
-    windows = _windows(a, axis, sizes)
+    windows = _windows(a, axis, sizes, -sign * math.inf)
     if None not in sizes.graph.levels[axis].window:  # a pool: the last NaN wins
         windows = windows * sign
         last = windows.shape[-1] - 1 - windows.isnan().flip(-1).int().argmax(-1)
-        inside = torch.where(windows.isnan().any(-1), last, windows.max(-1)[1])
+        counts = _windows(torch.ones_like(a), axis, sizes) > 0
+        best = (counts & (windows == windows.amax(-1, keepdim=True))).int().argmax(-1)
+        inside = torch.where(windows.isnan().any(-1), last, best)
     else:
         inside = (windows.max if sign > 0 else windows.min)(-1)[1]
     places = torch.arange(math.prod(a.shape[2:])).reshape(1, 1, *a.shape[2:]).expand(a.shape)

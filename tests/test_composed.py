@@ -120,6 +120,13 @@ def test_kernelbenchs_own_words(number, name):
         assert composed.written_for(segment).name == name
 
 
+def test_windows_that_overlap_are_another_formula():
+    problem = level2.PROBLEMS[85]
+    model = problem.model()
+    model.maxpool.stride = 2
+    assert composed.written_for(segment_of(model, len(problem.input_shape))) is None
+
+
 OTHERS = {
     "relu": (Relu, (2, 16, 9, 10)),
     "gelu": (lambda: Gelu(5, 16, 3, 4, (16, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 9, 13)),

@@ -45,6 +45,10 @@ def test_what_is_kept():
     assert results(Chain(nn.MaxPool2d(2))) == [OPERAND, ENDS]
     resnet = results(NETWORKS["resnet18"].model())
     assert resnet.count(OPERAND) == 9 and resnet.count(KEPT) == 10 and resnet[-1] == ENDS
+    stem = capture(NETWORKS["resnet18"].model(), True, 4, bare=True).segments[0]
+    assert resnet[0] == OPERAND and stem.outputs[0].space.level == "w", (
+        "what is kept is what the stem's pool gives"
+    )
     unet = results(NETWORKS["unet"].model())
     assert unet.count(OPERAND) == 14 and unet[-1] == ENDS
     assert results(NETWORKS["vae_block"].model()) == [OPERAND, OPERAND, ENDS]

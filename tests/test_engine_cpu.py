@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("optimised")
 # Passes as they are generated, with each of the words. Pool: PD, PH, PW.
 WORDS = """
 #include "load/load.h"
-using Windows = load::Pool<PD, PH, PW>;
+using Windows = load::Pool<WINDOWS>;
 
 struct Reduce {
   double* sums; Moments<double>* moments; output_t* twice; uint8_t* mask;
@@ -58,8 +58,13 @@ struct Pooled {
       auto sum = at.zero();
       at.window(Windows(), fine, [&](const auto& e) {
         const auto z = e.v();
-        best.take_last(z, e.place);
-        sum += z;
+        if constexpr (Windows::kPads) {
+          best.take_last(z, e.place, e.inside);
+          sum += math::select(e.inside, z, real(0));
+        } else {
+          best.take_last(z, e.place);
+          sum += z;
+        }
       });
       at.write(most, best.value);
       at.write(place, best.index);
@@ -130,12 +135,19 @@ SIZES = [(1, 5, 7), (1, 1, 1), (1, 30, 37), (3, 9, 67), (2, 4, 16)]
 
 
 POOLS = [(1, 2, 2), (1, 3, 3), (1, 2, 5), (2, 1, 2), (0, 1, 1), (1, 2, 8), (1, 1, 0)]
+# With strides and padding.
+POOLS += [
+    (1, 3, 3, 1, 2, 2, 0, 1, 1),
+    (1, 2, 3, 1, 1, 1, 0, 0, 1),
+    (2, 3, 2, 1, 1, 3, 1, 1, 0),
+    (1, 1, 5, 1, 2, 1, 0, 0, 2),
+]
 
 
 def words(dtype: torch.dtype, pool=None):
     """Those of one pool, or all the others."""
-    sides = dict(zip(("PD", "PH", "PW"), map(str, pool or POOLS[0])))
-    defines = {"VALUE_T": DTYPES[dtype], "OUTPUT_T": DTYPES[dtype], **sides}
+    windows = ", ".join(map(str, pool or POOLS[0]))
+    defines = {"VALUE_T": DTYPES[dtype], "OUTPUT_T": DTYPES[dtype], "WINDOWS": windows}
     launchers = ["pooled"] if pool else ["reduce", "channels", "drop"]
     return inline_loader.load("engine_cpu_words", source=WORDS, defines=defines, launchers=launchers)
 
@@ -175,12 +187,19 @@ def test_sums_and_moments_have_each_value_once(dtype, size, parts):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "dtype, pool",
-    [(torch.float32, pool) for pool in POOLS] + [(torch.float64, POOLS[0]), (torch.bfloat16, POOLS[1])],
+    [(torch.float32, pool) for pool in POOLS]
+    + [
+        (torch.float64, POOLS[0]),
+        (torch.bfloat16, POOLS[1]),
+        (torch.float64, POOLS[7]),
+        (torch.bfloat16, POOLS[8]),
+    ],
 )
 def test_windows_there_and_back(dtype, size, pool):
     window = [p or s for p, s in zip(pool, size)]
-    coarse = [s // w for s, w in zip(size, window)]
-    if not all(coarse):
+    stride, around = [*pool[3:6]] or window, [*pool[6:]] or [0, 0, 0]
+    coarse = [(s + 2 * p - w) // t + 1 for s, w, t, p in zip(size, window, stride, around)]
+    if min(coarse) < 1:
         pytest.skip("no window fits")
     N, C = 2, 3
     v = torch.randn(N, C, *size).mul(2).round().to(dtype)  # with ties
@@ -191,13 +210,16 @@ def test_windows_there_and_back(dtype, size, pool):
     place, dz = poisoned(N, C, *coarse, dtype=torch.int32), poisoned(*v.shape, dtype=dtype)
     words(dtype, pool).pooled(most, total, again, place, dz, v, dy, mask, N, C, *size, *coarse)
     leaf = v.double().requires_grad_()
-    expected = F.max_pool3d(leaf, window, window)
+    expected = F.max_pool3d(leaf, window, stride, around)
     (gradient,) = torch.autograd.grad(expected, leaf, dy.double())
     same = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(most.double(), expected.detach(), **same)
     torch.testing.assert_close(again.double(), expected.detach(), **same)
+    if len(pool) > 3:  # a sum
+        gradient, same = gradient.to(dtype).double(), {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(dz.double(), torch.where(mask != 0, gradient, -gradient), **same)
-    sums = F.avg_pool3d(v.double(), window, window) * (window[0] * window[1] * window[2])
+    padded = F.pad(v.double(), [p for p in reversed(around) for _ in range(2)])
+    sums = F.avg_pool3d(padded, window, stride) * (window[0] * window[1] * window[2])
     torch.testing.assert_close(
         total.double(), sums, rtol=0.01 if dtype == torch.bfloat16 else 1e-6, atol=1e-6, equal_nan=True
     )

@@ -558,6 +558,7 @@ def refused(model, x, saving=False):
         (lambda m, v: torch.softmax(v, 1), "isn't pointwise"),
         (lambda m, v: v - v.mean((2, 3), keepdim=True), "isn't pointwise"),
         (lambda m, v: F.max_pool2d(F.relu(v), 9), "2 to 8 rows"),
+        (lambda m, v: F.max_pool2d(F.relu(v), 3, 2), "side by side"),
         (lambda m, v: F.max_pool2d(v, 2) + F.avg_pool2d(v, 2), "v's shape"),
         (lambda m, v: F.relu(v).mean((2, 3)), "v's shape"),
         (lambda m, v: v.amin(1, keepdim=True).tanh(), "v's shape"),

@@ -64,20 +64,30 @@ def test_levels_are_named_by_what_they_are(graph):
     assert (a, b) == ("w", "v") and graph.level("e", [2, 2]) == a
     with pytest.raises(ValueError, match="positive"):
         graph.level("e", (2, 0))
+    assert graph.level("e", (2, 2), (2, 2), (0, 0)) == a and graph.levels[a].is_apart
+    overlapping, padded = graph.level("e", (2, 2), (1, 2)), graph.level("e", (2, 2), padding=(1, 0))
+    assert len({a, b, overlapping, padded}) == 4
+    assert not graph.levels[overlapping].is_apart and not graph.levels[padded].is_apart
+    with pytest.raises(ValueError, match="stride of 2 positive"):
+        graph.level("e", (2, 2), (0, 1))
+    with pytest.raises(ValueError, match="at most half"):
+        graph.level("e", (3, 2), padding=(2, 0))
     with pytest.raises(ValueError, match="meet"):
         graph.sum(a, z_of(graph)) + z_of(graph)
 
 
-@pytest.mark.parametrize("axis", ["c", "s", "pool", "rows"])
+OVERLAPPING = (
+    ((3, 2), (2, 1), (1, 0)),
+    ((2, 3), (1, 1), (0, 1)),
+    ((2, 1), (3, 2), (0, 0)),
+    ((3, 3), (1, 2), (1, 1)),
+)
+
+
+@pytest.mark.parametrize("axis", ["c", "s", [(2, 3)], [(None, 1)], *OVERLAPPING], ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_extremes_stay_sparse(graph, axis, sign):
-    axis = (
-        graph.level("e", (2, 3))
-        if axis == "pool"
-        else graph.level("e", (None, 1))
-        if axis == "rows"
-        else axis
-    )
+    axis = axis if isinstance(axis, str) else graph.level("e", *axis)
     bias = graph.leaf("bias", BY_CHANNEL, "parameter")
     u = (z_of(graph) + bias).apply("tanh") * bias
     y = graph.extreme(axis, u, sign) * 3.0
@@ -104,6 +114,27 @@ def test_sums_and_windows(graph):
     check_adjoints(graph, graph.sum("s", means.apply("tanh")) + bias, [z, bias])
     check_adjoints(graph, z / column + graph.sum("c", z), [z])
     check_adjoints(graph, graph.sum("c", graph.sum("s", graph.sum("n", z * z))), [z])
+
+
+@pytest.mark.parametrize("windows", OVERLAPPING, ids=str)
+def test_windows_that_overlap(graph, windows):
+    z, w = z_of(graph), graph.level("e", *windows)
+    check_adjoints(graph, graph.sum(w, z * z) / graph.count("window", w), [z])
+    top = graph.extreme(w, z.apply("tanh"), 1)
+    (dz,) = graph.adjoints(top, graph.leaf("dy", top.space, "dy"), [z])
+    sizes = Sizes(graph, N, C, POSITIONS)
+    leaves = random_leaves(graph, [top, dz], sizes)
+    upsampled = graph.upsample(graph.leaf("dy", top.space, "dy"), w)
+    sums = [dz, graph.total("s", dz), upsampled, graph.total("s", upsampled)]
+    at_windows = graph.make("put", *dz.args, space=dz.space)
+    sums += [at_windows, graph.total(w, at_windows), graph.take(dz.args[1], at_windows)]
+    plain, of_plain, even, of_even, put, in_windows, taken = evaluate(sums, leaves, sizes)
+    torch.testing.assert_close(plain.sum((2, 3), keepdim=True), of_plain)
+    torch.testing.assert_close(even.sum((2, 3), keepdim=True), of_even)
+    index = evaluate([dz.args[1]], leaves, sizes)[0].flatten(2)
+    torch.testing.assert_close(put.flatten(2).gather(2, index).reshape(taken.shape), taken)
+    every = evaluate([graph.make("sum", at_windows, attr=w, space=top.space)], leaves, sizes)[0]
+    torch.testing.assert_close(every, in_windows)
 
 
 def test_a_detached_value_has_its_path_s_adjoint(graph):

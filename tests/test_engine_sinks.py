@@ -170,6 +170,10 @@ STORED = {
     "in y's place": (lambda m, v: F.relu(normed(m, v + m.by_channel)), "moments and store"),
     "what is normalised": (lambda m, v: normed(m, torch.sigmoid(v * m.scale)), "moments and store"),
     "before a pool": (lambda m, v: POOLS[len(m.spatial)](normed(m, v), 2), "moments and store"),
+    "before overlapping windows": (
+        lambda m, v: POOLS[len(m.spatial)](normed(m, v), 3, 2, 1),
+        "moments and store",
+    ),
     "before channels": (lambda m, v: torch.clamp(F.instance_norm(v), -1, 1).amax(1), "moments and store"),
     "dropout": (dropped, "moments and store"),
 }

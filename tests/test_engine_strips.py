@@ -77,6 +77,11 @@ MODELS = {
     "long rows, few channels in": (nn.Conv2d(3, 16, 3, padding=1), [nn.ReLU()], (1, 3, 20, 301)),
     "long rows": (nn.Conv2d(16, 16, 3), [nn.ReLU()], (1, 16, 20, 301)),
     "windows": (nn.Conv2d(8, 16, 3), [nn.GroupNorm(4, 16), nn.MaxPool2d(3)], (2, 8, 34, 37)),
+    "windows that overlap": (
+        nn.Conv2d(8, 16, 3),
+        [nn.ReLU(), nn.MaxPool2d(3, 2, 1)],
+        (2, 8, 34, 37),
+    ),
     "windows, none in the last strip": (
         nn.Conv2d(8, 16, 3),
         [nn.AvgPool2d(4), nn.Sigmoid(), nn.GroupNorm(4, 16)],
@@ -107,7 +112,7 @@ def fused(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_twice_eagers_error_at_most(name):
     model, new, x, g = fused(name)
-    alone = name in ("pointwise", "windows")
+    alone = name in ("pointwise", "windows", "windows that overlap")
     exact = results(copy.deepcopy(model).double(), x.double(), g.double(), alone)
     theirs, ours = results(model, x, g, alone), results(new, x, g, alone)
     if "few" not in name:

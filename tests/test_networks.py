@@ -8,6 +8,7 @@ import torch
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
 from inline_kernels.bench import checks, compare
+from inline_kernels.engine.capture import capture
 
 CONVOLUTIONS = {"resnet18": 20, "unet": 10, "vae_block": 2, "volume_block": 2}
 
@@ -36,3 +37,10 @@ def test_every_convolution_with_a_tail_is_a_segment(name):
     with torch.no_grad():
         plans = fuse(model).plan(x)
     assert sum(plan.runs == "load" for plan in plans) == CONVOLUTIONS[name], str(plans)
+
+
+def test_a_stems_pool_is_part_of_its_segment():
+    captured = capture(NETWORKS["resnet18"].small_model(), True, 4)
+    assert "stem.3" in captured.segments[0].modules
+    called = [node.target for node in captured.module.graph.nodes if node.op == "call_module"]
+    assert not any("stem" in name for name in called), called

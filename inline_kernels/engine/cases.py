@@ -115,7 +115,7 @@ def levels_of(segment, x: Tensor, weight: Tensor) -> dict[str, tuple[int, ...]]:
         found.append((x.shape[2 + i] + around - extent) // conv.stride[i] + 1)
     levels = {"e": tuple(found)}
     for name, level in segment.graph.levels.items():
-        levels[name] = tuple(1 if w is None else s // w for s, w in zip(levels[level.parent], level.window))
+        levels[name] = level.sizes(levels[level.parent])
     return levels
 
 

@@ -76,6 +76,8 @@ def formula(segment) -> tuple[str, list[str], list[Hole]] | None:
     tensors = [*segment.parameters, *segment.buffers]
     lines = [f"{conv.nd} {segment.axes} {len(tensors)}"]
     for name, level in sorted(segment.graph.levels.items()):
+        if not level.is_apart:
+            return None
         lines.append(f"{name} {level.parent} {[w and hole(w) for w in level.window]}")
     nodes = order(segment.outputs)
     kept = {node for node in nodes if node.is_leaf("drawn")}

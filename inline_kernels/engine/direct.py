@@ -88,6 +88,8 @@ def _front(y: Node) -> Front:
     if len(pools) != 1:
         raise Unsupported("the tail's result isn't of v's shape, or one pool's")
     (pooled,) = pools
+    if not pooled.graph.levels[pooled.space.level].is_apart:
+        raise Unsupported("the pool's windows don't lie side by side")
     behind = {pooled}  # what is pointwise in windows
     for node in nodes:
         if (

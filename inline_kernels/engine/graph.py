@@ -16,8 +16,8 @@ a `count` node stands for a number of samples, channels of a group, positions of
 | variance | a, mean; steps | the biased variance of a over `steps` ("s", "n", "c", or a number of groups), given its mean over them |
 | pick | a; (axis, sign) | where a's maximum (+1) or minimum (-1) over "c", "s" or each window of a level is. Among equal ones the first; NaN wins: the first one, but the last one in windows without a whole axis, as in eager's pools |
 | take | a, pick | a's value there |
-| put | a, pick | the adjoint of take: a there, zero elsewhere |
-| upsample | a; level | the adjoint of a window sum: the value of each window of that level at its positions, zero outside of all windows |
+| put | a, pick | the adjoint of take: a there, the sum where several windows have picked a position, zero elsewhere |
+| upsample | a; level | the adjoint of a window sum: at each position the sum of the values of those windows of that level that hold it, zero outside of all |
 | spread | a; level | a, which has no positions, as a value of that level |
 | detach | a; path | a's value; the adjoint goes to the node `path`, which is never evaluated, or nowhere (None) |
 
@@ -78,11 +78,26 @@ ELEMENTS = Space(True, True, "e")
 
 
 class Level(NamedTuple):
-    """Windows of the level `parent`: positions of one along each spatial axis, None: all of that axis. A size that isn't a whole number
-    of windows loses its rest."""
+    """Windows of the level `parent`, along each spatial axis: positions of one, None: all of that axis; how far they are apart; places that the
+    first and the last may have outside of the axis, at most half of their own, which count for nothing. Behind the last window is a rest."""
 
     parent: str
     window: tuple[int | None, ...]
+    stride: tuple[int | None, ...]
+    padding: tuple[int, ...]
+
+    @property
+    def is_apart(self) -> bool:
+        """Do the windows lie side by side, so that a position is in at most one, and all of a window's places are positions?"""
+        return self.stride == self.window and not any(self.padding)
+
+    def sizes(self, parent: Sequence[int]) -> tuple[int, ...]:
+        """How many windows there are along axes of such sizes."""
+        axes = zip(parent, self.window, self.stride, self.padding, strict=True)
+        return tuple(
+            1 if w is None else s // w if (step, around) == (w, 0) else (s + 2 * around - w) // step + 1
+            for s, w, step, around in axes
+        )
 
 
 class Node:
@@ -205,11 +220,25 @@ class Graph:
     def count(self, axis: str, what: str | int = "") -> Node:
         return self.make("count", attr=(axis, what), space=ONE)
 
-    def level(self, parent: str, window: Sequence[int | None]) -> str:
-        """The name of the level of those windows of `parent`."""
-        level = Level(parent, tuple(window))
-        if len(level.window) != self.dimensions or any(w is not None and w < 1 for w in level.window):
-            raise ValueError(f"a window of {self.dimensions} positive sizes was expected, not {level.window}")
+    def level(
+        self,
+        parent: str,
+        window: Sequence[int | None],
+        stride: Sequence[int | None] | None = None,
+        padding: Sequence[int] | None = None,
+    ) -> str:
+        """The name of the level of those windows of `parent`: without a stride side by side."""
+        around = (0,) * self.dimensions if padding is None else tuple(padding)
+        level = Level(parent, tuple(window), tuple(window if stride is None else stride), around)
+        for what, sizes in ("window", level.window), ("stride", level.stride):
+            if len(sizes) != self.dimensions or any(size is not None and size < 1 for size in sizes):
+                raise ValueError(f"a {what} of {self.dimensions} positive sizes was expected, not {sizes}")
+        if len(around) != self.dimensions or any(
+            p and not 0 < 2 * p <= w for p, w in zip(around, level.window)
+        ):
+            raise ValueError(
+                f"a padding of at most half of the window {level.window} was expected, not {around}"
+            )
         for name, known in self.levels.items():
             if known == level:
                 return name
@@ -247,9 +276,9 @@ class Graph:
         there. Two terms that vary stay one sum: their own could cancel."""
         if not a.space.has(axis):
             return a * self.count_along(axis)
-        if axis == "s" and a.op == "upsample":
+        if axis == "s" and a.op == "upsample" and not any(self.levels[a.attr].padding):
             return self.total("s", a.args[0] * self.count("window", a.args[0].space.level))
-        if a.op == "put" and _axis_of(a.args[1]) == axis:
+        if a.op == "put" and _axis_of(a.args[1]) == axis and self._is_apart(axis):
             return a.args[0]
         if axis == "s" and a.op == "put" and _axis_of(a.args[1]) != "c":
             return self._total_as("s", a.args[0], a.args[1].space.level)
@@ -287,6 +316,10 @@ class Graph:
         if axis == "s" and not level:
             raise ValueError("a sum over positions of a value that has none")
         return self.count("s", level) if axis == "s" else self.count("window", axis)
+
+    def _is_apart(self, axis: str) -> bool:
+        """Is nothing reduced twice along this axis?"""
+        return axis not in self.levels or self.levels[axis].is_apart
 
     def _summed(self, axis: str, space: Space) -> Space:
         if axis == "n":
@@ -346,7 +379,7 @@ class Graph:
             return self.detach(self.take(index, a.args[0]))
         if a.is_scalar_op:
             return self.scalar(a.op, *(self.take(index, x) for x in a.args))
-        if a.op == "put" and a.args[1] is index:
+        if a.op == "put" and a.args[1] is index and self._is_apart(_axis_of(index)):
             return a.args[0]
         space = self._summed(_axis_of(index), a.space.union(Space(False, False, source.level)))
         return self.make("take", a, index, space=space.union(index.space))

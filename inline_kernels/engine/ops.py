@@ -131,9 +131,8 @@ class Tail:
         while len(levels) > 1:
             coarse = max(levels, key=lambda name: len(self._ancestors(name)))
             level = self.graph.levels[coarse]
-            if any(w not in (None, 1) for w in level.window) or not levels - {coarse} <= set(
-                self._ancestors(coarse)
-            ):
+            whole = level.is_apart and all(w in (None, 1) for w in level.window)
+            if not whole or not levels - {coarse} <= set(self._ancestors(coarse)):
                 raise NotAccepted("values before and after a pool meet")
             nodes = [self.graph.upsample(n, coarse) if n.space.level == coarse else n for n in nodes]
             levels = {n.space.level for n in nodes} - {""}
@@ -551,7 +550,9 @@ def softmax(t: Tail, input, dim=None, _stacklevel=3, dtype=None):
 
 
 # ---- pools
-def _window(t: Tail, x: Value, kernel_size, stride) -> tuple[int, ...]:
+def _pool_level(t: Tail, x: Value, kernel_size, stride, padding, ceil_mode) -> str | None:
+    """None: each position is a window."""
+
     def each(size) -> tuple[int, ...]:
         sizes = size if isinstance(size, (tuple, list)) else (size,)
         sizes = tuple(int(t.number(s)) for s in sizes)
@@ -559,19 +560,13 @@ def _window(t: Tail, x: Value, kernel_size, stride) -> tuple[int, ...]:
 
     if tuple(a for a in x.axes if a in t.spatial) != t.spatial or x.axes[-t.dimensions :] != t.spatial:
         raise NotAccepted("a pool of something without positions")
-    window = each(kernel_size)
-    if len(window) != t.dimensions:
-        raise NotAccepted(f"a window {window} in {t.dimensions} dimensions")
-    if stride is not None and stride != [] and each(stride) != window:
-        raise NotAccepted(f"stride {each(stride)} isn't the window {window}")
-    return window
-
-
-def _pool_level(t: Tail, x: Value, window: tuple[int, ...], padding, ceil_mode) -> str | None:
-    if any(t.number(p) for p in (padding if isinstance(padding, (tuple, list)) else (padding,))):
-        raise NotAccepted("a padded pool")
     _refuse(ceil_mode=ceil_mode)
-    return None if set(window) == {1} else t.graph.level(x.node.space.level, window)
+    window = each(kernel_size)
+    step = window if stride is None or stride == [] else each(stride)
+    around = each(padding)
+    if {*window, *step} == {1} and not any(around):
+        return None
+    return t.graph.level(x.node.space.level, window, step, around)
 
 
 def _max_pool(
@@ -581,7 +576,7 @@ def _max_pool(
     _refuse(return_indices=return_indices)
     if any(d != 1 for d in (dilation if isinstance(dilation, (tuple, list)) else (dilation,))):
         raise NotAccepted("a dilated pool")
-    level = _pool_level(t, x, _window(t, x, kernel_size, stride), padding, ceil_mode)
+    level = _pool_level(t, x, kernel_size, stride, padding, ceil_mode)
     return x if level is None else Value(t.graph.extreme(level, x.node, 1), x.axes)
 
 
@@ -597,7 +592,9 @@ def _average_pool(
 ):
     x = t.need(input)
     _refuse(divisor_override=divisor_override)
-    level = _pool_level(t, x, _window(t, x, kernel_size, stride), padding, ceil_mode)
+    level = _pool_level(t, x, kernel_size, stride, padding, ceil_mode)
+    if level and any(t.graph.levels[level].padding) and not count_include_pad:
+        raise NotAccepted("count_include_pad=False: an average of as many values as lie inside")
     return x if level is None else Value(t.graph.sum(level, x.node) / t.graph.count("window", level), x.axes)
 
 

@@ -82,8 +82,11 @@ class PassText:
         return self.number(f"extent_{level}", "load::Extent")
 
     def pool(self, level: str) -> str:
-        window = self.graph.levels[level].window
-        return f"load::Pool<{', '.join(str(w or 0) for w in (1,) * (3 - len(window)) + window)}>()"
+        known, before = self.graph.levels[level], 3 - self.graph.dimensions
+        sizes = [*(1,) * before, *known.window]
+        if not known.is_apart:
+            sizes += [*(1,) * before, *known.stride, *(0,) * before, *known.padding]
+        return f"load::Pool<{', '.join(str(size or 0) for size in sizes)}>()"
 
     def index(self, space, scope: Scope) -> str:
         """Of a small array."""

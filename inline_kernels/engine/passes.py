@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .graph import Graph, Node, Space, down_to, order, walk
+from .graph import Graph, Level, Node, Space, down_to, order, walk
 
 
 class Unsupported(Exception):
@@ -137,8 +137,8 @@ class Program:
 
     `passes`; `arrays` by Key, that these write; `kept`: the small ones that forward leaves for backward. few_channels: may a byte count channels? joins: on a GPU; on_cpu: points are vectors.
     turns: may the convolution run channels last? operand: the array that the next convolution reads, or "". By source.py: `texts` of the passes, and the numbers of those that then read v, or write
-    its gradient, so (`turned`); of those that a CPU has in strips (`in_strips`, `differentiated`, by whose sums: `differentiated_by`), and
-    of the one that finds whether any gradient passes, with that gradient (`closes`)."""
+    its gradient, so (`turned`); does a CPU make v in strips (`convolves`); of those that it has in strips (`in_strips`,
+    `differentiated`, by whose sums: `differentiated_by`), and of the one that finds whether any gradient passes, with that gradient (`closes`)."""
 
     kept: Sequence[Array] = ()
     gate: tuple[Node, Array] | None = (
@@ -148,6 +148,7 @@ class Program:
     operand = ""
     turned: Sequence[int] = ()
     in_strips: Sequence[int] = ()
+    convolves = False
     differentiated: int | None = None
     differentiated_by = ""
     closes: tuple[int, Node] | None = None
@@ -361,7 +362,7 @@ class Program:
             if node.op == "pick" or not over_windows(node) or not node.space.c or not self._is_early(node):
                 continue
             level = self.graph.levels[node.space.level]
-            if level.parent in levels and None not in level.window and self._waits(node):
+            if level.parent in levels and self._are_tiles(level) and self._waits(node):
                 self._want(node, node.space)
 
     def _is_early(self, node: Node) -> bool:
@@ -464,15 +465,20 @@ class Program:
         return [each for each in groups.values() if each.targets]
 
     def _walks_windows(self, key: Key, level: str) -> bool:
-        """Does a pass that makes it reduce windows of this level, whose sizes are known?"""
+        """Does a pass that makes it reduce windows of this level, in which a position is once at most?"""
 
         def is_known(node: Node) -> bool:
             return node in self.given or (node is not key.source and Key("value", node) in self.wanted)
 
         nodes = walk([key.source], lambda node: () if is_known(node) else node.args)
-        return None not in self.graph.levels[level].window and any(
+        return self._are_tiles(self.graph.levels[level]) and any(
             over_windows(node) and node.space.level == level for node in nodes
         )
+
+    @staticmethod
+    def _are_tiles(level: Level) -> bool:
+        """Windows of known sizes, none of whose positions is another's, too."""
+        return None not in level.window and level.is_apart
 
     def _delay(self, stage: dict[Key, int], domain: dict[Key, tuple]) -> None:
         """Sums that no pass over positions waits for join the next pass over the same planes, where they would have been alone."""

@@ -29,7 +29,7 @@ class PlaneText(PassText):
         self.held: list[Node] = []  # of what these compute, what later ones read again
         self.takes: dict[
             Node, list[Node]
-        ] = {}  # by an extreme over channels: what is kept of its channel while it is looked for
+        ] = {}  # by an extreme: what is kept of its place while it is looked for
 
     def lines(self, each: Planes) -> list[str]:
         body: list[str] = []
@@ -139,6 +139,15 @@ class PlaneText(PassText):
 
     # --------------------------------------------------------------------------------------- reductions inside a point
 
+    def _is_kept(self, of: Node, index: Node) -> bool:
+        """Is a value kept while an extreme is looked for, and not computed again at its place? Of windows that overlap what their terms are made of:
+        neighbouring channels would each read it at a place of their own."""
+        if index.attr[0] == "c":
+            return self.program.on_cpu
+        level = self.graph.levels[index.attr[0]]
+        known = walk(index.args, lambda node: () if self._array(node) else node.args)
+        return not level.is_apart and of in known
+
     def _prepare(self, nodes: Sequence[Node], scope: Scope) -> None:
         """Makes the reductions over channels and windows that these nodes hang on at this point, loop by loop."""
         depth: dict[Node, int] = {}
@@ -159,12 +168,7 @@ class PlaneText(PassText):
                 of, index = node.args
                 inner = visit(of) if over_channels(node) else 0
                 seen[node] = max(visit(index), inner)
-                if (
-                    self.program.on_cpu
-                    and over_channels(node)
-                    and depth.get(index, 0) > inner
-                    and of is not index.args[0]
-                ):
+                if depth.get(index, 0) > inner and of is not index.args[0] and self._is_kept(of, index):
                     self.takes.setdefault(index, []).append(node)
             elif node.op in ("put", "upsample"):
                 inner = node.args if node.op == "put" and node.args[1].attr[0] == "c" else ()
@@ -197,6 +201,7 @@ class PlaneText(PassText):
             self._prepare([node.args[0] for node in nodes], inner)
             self._add_finer(inner)
         declared, ends = [], []
+        inside = "e.inside" if axis != "c" and any(self.graph.levels[axis].padding) else ""
         shared = axis == "c" and not self.program.on_cpu  # may lanes have some of the channels each?
         own, of = ("own_", "_channel") if shared else ("", "")
         for node in nodes:
@@ -209,7 +214,8 @@ class PlaneText(PassText):
                 ends += [f"const auto {best} = {scope.at}.all({own}{best});"] * shared
                 last = axis != "c" and None not in self.graph.levels[axis].window
                 place = "e.c" if axis == "c" else "e.place"
-                take = f"{own}{best}.{'take_last' if last else 'take'}({term}, {place})"
+                of_place = ", ".join([term, place, *[inside] * bool(inside)])
+                take = f"{own}{best}.{'take_last' if last else 'take'}({of_place})"
                 takes = self.takes.get(node, ())
                 inner.lines.append(f"const auto better{node.id} = {take};" if takes else f"{take};")
                 for each in takes:
@@ -229,6 +235,7 @@ class PlaneText(PassText):
                 inner.lines.append(f"{own}{name} += {square};")
                 ends.append(f"{declares}{name} = {total} / real({self.number('C')});  // variance")
             else:
+                term = f"math::select({inside}, {term}, real(0))" if inside else term
                 inner.lines.append(f"{own}{name} += {term};")
                 ends += [f"{declares}{name} = {total};"] * shared
             scope.known[node] = name

@@ -152,6 +152,8 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
         own = _OwnChannel(graph)
         roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
     nodes = factored([root.node for root in roots.values()])
+    if z in kept and kind.device == "cuda":
+        nodes = [_of_own_positions(node) for node in nodes]
     roots = {key: root._replace(node=node) for (key, root), node in zip(roots.items(), nodes)}
     kept = _as_positions_read(nodes, _kept(nodes, z), past)
     if only_v:
@@ -238,6 +240,42 @@ class _OwnChannel:
         if node.is_scalar_op:
             return self.graph.scalar(node.op, *args)
         return node if index else self.graph.make(node.op, *args, attr=node.attr, space=node.space)
+
+
+def _of_own_positions(node: Node) -> Node:
+    """Where windows overlap, masks and factors of what they put to positions are computed at these once, not for each window that may hold one."""
+    graph = node.graph
+    if node.op == "put" and (level := graph.levels.get(node.args[1].attr[0])) and not level.is_apart:
+        return _taken_out(*node.args)
+    args = [_of_own_positions(a) for a in node.args] if node.is_scalar_op and node.space.level else node.args
+    same = all(a is b for a, b in zip(args, node.args))
+    return node if same else graph.make(node.op, *args, space=node.space)
+
+
+def _taken_out(values: Node, index: Node) -> Node:
+    """The put of values, of whose factors those that were taken at the places are what they are at each position."""
+    graph, put = values.graph, values.graph.put(index, values)
+    for at in {"neg": (0,), "mul": (0, 1), "div": (0,), "where": (1, 2)}.get(values.op, ()):
+        own = (
+            [_untaken(a, index) for a in values.args[:at]]
+            + [None]
+            + [_untaken(a, index) for a in values.args[at + 1 :]]
+        )
+        if None in own[:at] + own[at + 1 :] or (values.op == "where" and not own[3 - at].is_const(0.0)):
+            continue
+        own[at] = _taken_out(values.args[at], index)
+        return graph.make(values.op, *own, space=put.space)
+    return put
+
+
+def _untaken(a: Node, index: Node) -> Node | None:
+    """The value that a was taken of, at each position; None: there is none."""
+    if a.space.small:
+        return a
+    if a.op == "take" and a.args[1] is index:
+        return a.args[0]
+    operands = [_untaken(each, index) for each in a.args] if a.is_scalar_op else [None]
+    return None if None in operands else a.graph.scalar(a.op, *operands)
 
 
 class _Past:

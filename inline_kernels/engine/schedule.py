@@ -188,7 +188,7 @@ def _divide(plan: Plan, arguments: Sequence) -> None:
     composed, segment, saved = plan.composed, plan.segment, {array.name for array in plan.composed.saved}
     image = strips.Image(segment.conv, arguments[0], arguments[len(segment.inputs)])
     ahead, back = composed.forward, composed.backward
-    if ahead.in_strips:
+    if ahead.convolves:
         windows = [source.window_of_v(segment.graph, ahead.passes[i].level) for i in ahead.in_strips]
         whole = "v" in saved or ahead.mixes_samples or not source.keeps_v(ahead)
         plan.strips["forward"] = strips.of_convolution(image, plan.sizes, windows, whole)

@@ -218,8 +218,11 @@ class _Composer:
             f"const int64_t {', '.join(['e_D = 1'] * first + extents)};",
         ]
         for name, level in self.graph.levels.items():
-            sides = zip("DHW", (1,) * first + level.window)
-            sizes = [f"{name}_{side} = {f'{level.parent}_{side} / {w}' if w else 1}" for side, w in sides]
+            axes = [(1,) * first + level.window, (1,) * first + level.stride, (0,) * first + level.padding]
+            sizes = [
+                f"{name}_{side} = {_windows(f'{level.parent}_{side}', *axis)}"
+                for side, *axis in zip("DHW", *axes)
+            ]
             lines.append(f"const int64_t {', '.join(sizes)};")
         levels = "e", *self.graph.levels
         lines += [f"const load::Extent extent_{name}(N, C, {name}_D, {name}_H, {name}_W);" for name in levels]
@@ -288,6 +291,15 @@ class _Composer:
 
 
 # ----------------------------------------------------------------------------------------------------------------- choosing
+
+
+def _windows(size: str, window: int | None, stride: int | None, padding: int) -> str:
+    """How many there are along an axis."""
+    if window is None:
+        return "1"
+    if (stride, padding) == (window, 0):
+        return f"{size} / {window}"
+    return f"({size} - {window - 2 * padding}) / {stride} + 1"
 
 
 def chosen(case: Case, mainloop) -> Composed:

@@ -109,7 +109,7 @@ def _launcher(launcher: str, program: Program, names: Names, device: str, own: O
     written = {*program.arrays.values(), SCRATCH, DWEIGHT, PASSES}
     if not written.isdisjoint(program.kept):
         written.add(KEPT)
-    if program.in_strips:
+    if program.convolves:
         written |= {a for a in names.incoming.values() if a.name == "v"}
     declared = [f"{'' if a in written else 'const '}{EXPORTED[a.kind]}* {a.name}" for a in tensors]
     declared += [f"{t} {_scalar(t, name)}" for t, name in reals]
@@ -137,7 +137,7 @@ def parameters(program: Program, names: Names) -> list[Array]:
     shared = [array for room in rooms(program).values() for array in room]
     own = [*program.arrays.values(), *rooms(program), *names.incoming.values(), *program.given.values()]
     found = [array for array in own if array not in shared]
-    if program.in_strips:
+    if program.convolves:
         found += [IMAGE, FILTERS]
     elif program.differentiated_by:
         found += [DWEIGHT, IMAGE, PASSES]
@@ -153,7 +153,7 @@ def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tupl
     found += [("int64_t", f"{level}_{side}") for level in levels for side in "DHW"]
     found += [("int64_t", f"parts_{i}") for i, each in enumerate(program.passes) if isinstance(each, Planes)]
     found += [("int64_t", "layout")] * bool(program.turned)
-    if program.in_strips or program.differentiated_by:
+    if program.convolves or program.differentiated_by:
         found += [("int64_t", name) for name in (*CONVOLUTION, *STRIPS)]
     return found
 
@@ -207,7 +207,7 @@ def sums_alone(program: Program, number: int) -> bool:
 
 
 def _find_strips(program: Program, own: bool) -> None:
-    """Sets `in_strips`: the passes that are made of v as it is convolved, and of what such passes make at the same places; and
+    """Sets `in_strips`: the passes that are made of v as it is convolved, and of what such passes make at the same places; `convolves`; and
     `differentiated`: the pass that makes the gradient of v a plane at a time, or None."""
     program.in_strips, program.differentiated = [], None
     arrays, there = program.arrays, set()
@@ -217,20 +217,30 @@ def _find_strips(program: Program, own: bool) -> None:
         waits = {
             array.name for key, array in arrays.items() if key not in each.targets
         } & text.pointers.keys()
-        if own and (text.reads_v or waits) and waits <= there:
+        whole = _are_tiles(program.graph, each.level)
+        if own and whole and (text.reads_v or waits) and waits <= there:
             program.in_strips.append(i)
             there |= {arrays[key].name for key in each.targets if arrays[key].parts is None}
+        program.convolves = (
+            program.convolves or i in program.in_strips or (own and not whole and text.reads_v)
+        )
         names = [arrays[key].name for key in each.targets]
         if "dz" in names and each.level == "e" and not each.by_sample:
             program.differentiated = i
+
+
+def _are_tiles(graph: Graph, level: str) -> bool:
+    """Are no positions of v in two windows of the level? A strip then has whole ones."""
+    return level == "e" or (graph.levels[level].is_apart and _are_tiles(graph, graph.levels[level].parent))
 
 
 def window_of_v(graph: Graph, level: str) -> tuple[int, ...]:
     """The positions of v along each of three axes that a window of the level has; 0: all of them."""
     window = [1] * 3
     while level != "e":
-        level, own = graph.levels[level]
+        own = graph.levels[level].window
         window = [w * (k or 0) for w, k in zip(window, (1,) * (3 - len(own)) + own)]
+        level = graph.levels[level].parent
     return tuple(window)
 
 
@@ -296,7 +306,7 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
     strips = "{e_D, e_H, e_W, strip_planes, strip_rows, strip_columns}"
     sizes = "{N, image_C, C, image_D, image_H, image_W, kernel_D, before, above, left}"
     calls = []
-    if program.in_strips:
+    if program.convolves:
         calls += ["load::convolved(convolution, v, strips, some, [&](const load::Convolved& strip) {"]
         for i in program.in_strips:
             each = program.passes[i]
@@ -327,7 +337,7 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
             calls.append(f"load::small({made[i]}, {blocks});")
     if program.differentiated_by:
         calls = [f"*passes = {int(not program.closes)};", *calls]
-    if not program.in_strips:
+    if not program.convolves:
         return ["const load::Samples some{0, N};", *calls]
     return [
         f"const load::Convolution convolution(image, filters, {sizes});",

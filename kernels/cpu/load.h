@@ -28,10 +28,12 @@ template <int sign, class T> struct Extreme {
   // Both say where x is now the value.
   auto take(const T& x, int64_t place) { return set(x, place, (x != x) & (value == value)); }
   auto take_last(const T& x, int64_t place) { return set(x, place, x != x); }
+  // … where it is inside.
+  template <class Mask> auto take_last(const T& x, int64_t place, const Mask& inside) { return set(x, place, x != x, inside); }
 
  private:
-  template <class Mask> auto set(const T& x, int64_t place, const Mask& is_nan) {
-    const auto better = (index < 0) | (sign > 0 ? x > value : x < value) | is_nan;
+  template <class Mask, class... Inside> auto set(const T& x, int64_t place, const Mask& is_nan, const Inside&... inside) {
+    const auto better = (((index < 0) | (sign > 0 ? x > value : x < value) | is_nan) & ... & inside);
     value = better ? x : value;
     index = better ? math::Integer<T>{} + math::Element<math::Integer<T>>(place) : index;
     return better;
@@ -209,12 +211,13 @@ struct Lanes_ : Plane_ {
 // kLanes elements.
 enum class Order { any, strided, near };
 
-// A position for each lane. The first `count` count; the others repeat one of them.
-template <Order order, int stride, class Place> struct Scattered : Lanes_ {
+// A position for each lane. The first `count` count; the others repeat one of them. width: of the windows whose places are strided.
+template <Order order, int stride, class Place, int width = stride> struct Scattered : Lanes_ {
   using T = Lanes;
   int count;
   Integers at;
   Place place;
+  Integers inside = Integers{} - 1;  // of a window, where that has no position another stands for it
 
   template <class E> Computed<E> read(const E* from) const { return gathered(from + first()); }
   template <class E> Computed<E> shared(const E* from) const { return gathered(from + n * extent.positions()); }
@@ -241,7 +244,7 @@ template <Order order, int stride, class Place> struct Scattered : Lanes_ {
  private:
   template <class E> Computed<E> gathered(const E* plane) const {
     if constexpr (order == Order::strided) {
-      const int k = place % stride, begin = int(at[0]) - k;
+      const int k = width == stride ? place % stride : std::min(place % width, stride - 1), begin = int(at[0]) - k;
       const bool all = begin + stride * kLanes <= extent.positions();
       return load_strided<stride>(plane + begin, k, all ? kLanes : count);
     }
@@ -257,9 +260,6 @@ template <Order order, int stride, class Place> struct Scattered : Lanes_ {
   }
 };
 
-// A pool's width; 0: the whole row.
-template <int kDepth, int kHeight, int kWidth> constexpr int width_of(Pool<kDepth, kHeight, kWidth>) { return kWidth; }
-
 // Where the lanes of a point lie in its level.
 struct Places {
   Integers d, h, w;
@@ -272,7 +272,7 @@ struct Places {
 };
 
 // Calls f with the points of each lane's window, which begin at `corner`; count lanes.
-template <Order order, int stride, class P, class F>
+template <Order order, int stride, int width = stride, class P, class F>
 inline void walk_windows(P, const Plane_& plane, int count, const Integers& corner, const F& f) {
   const Extent& fine = plane.extent;
   const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
@@ -281,12 +281,31 @@ inline void walk_windows(P, const Plane_& plane, int count, const Integers& corn
     for (int j = 0; j < kh; j++) {
       const Integers row = corner + (i * fine.H + j) * fine.W;
 #pragma GCC unroll 4
-      for (int k = 0; k < kw; k++) f(Scattered<order, stride, int>{plane, count, row + k, (i * kh + j) * kw + k});
+      for (int k = 0; k < kw; k++) f(Scattered<order, stride, int, width>{plane, count, row + k, (i * kh + j) * kw + k});
     }
 }
 
 template <class P> inline Integers corners(P, const Extent& fine, const Places& at) {
-  return (at.d * P::depth(fine) * fine.H + at.h * P::height(fine)) * fine.W + at.w * P::width(fine);
+  return (P::front(fine, at.d) * fine.H + P::top(fine, at.h)) * fine.W + P::left(fine, at.w);
+}
+
+// The same of windows that lie anywhere, some of whose places may be outside.
+template <class P, class F>
+inline void walk_windows(P pool, const Plane_& plane, int count, const Places& at, const F& f) {
+  const Extent& fine = plane.extent;
+  const Integers corner = corners(pool, fine, at);
+  if constexpr (P::kPads) {
+    const Integers z = P::front(fine, at.d), y = P::top(fine, at.h), x = P::left(fine, at.w);
+    const auto is_in = [](const Integers& place, int size) { return (place >= 0) & (place < size); };
+    walk_windows<Order::any, 1>(pool, plane, count, corner, [&](auto e) {
+      const int kh = P::height(fine), kw = P::width(fine), row = e.place / kw;
+      e.inside = is_in(z + row / kh, fine.D) & is_in(y + row % kh, fine.H) & is_in(x + e.place % kw, fine.W);
+      e.at = e.inside ? e.at : Integers{};
+      f(e);
+    });
+  } else {
+    walk_windows<Order::any, 1>(pool, plane, count, corner, f);
+  }
 }
 
 template <class P> inline auto chosen_in(P pool, const Plane_& plane, int count, const Places& at, const Integers& places) {
@@ -300,9 +319,59 @@ template <class P> inline auto chosen_in(P pool, const Plane_& plane, int count,
   return Scattered<Order::any, 1, Integers>{plane, count, to, places};
 }
 
+// What f says of the windows that hold the lanes, summed, where they overlap.
+template <class P, class F>
+inline Lanes spread_over(P, const Plane_& coarse, int count, const Places& at, const F& f) {
+  const Extent& windows = coarse.extent;
+  Lanes total{};
+  for (int i = 0; i < decltype(P::deep(0, 1))::most(1); i++)
+    for (int j = 0; j < decltype(P::high(0, 1))::most(1); j++)
+      for (int k = 0; k < decltype(P::wide(0, 1, 1))::most(1); k++) {
+        Integers to, place, inside;
+        for (int lane = 0; lane < kLanes; lane++) {
+          const auto deep = P::deep(int(at.d[lane]), windows.D);
+          const auto high = P::high(int(at.h[lane]), windows.H);
+          const auto wide = P::wide(int(at.w[lane]), windows.W, 1);
+          const bool is_inside = i < deep.count && j < high.count && k < wide.count;
+          inside[lane] = -int(is_inside);
+          to[lane] = is_inside ? ((deep.first + i) * windows.H + high.first + j) * windows.W + wide.first + k : 0;
+          place[lane] = (deep.place(i) * P::height(windows) + high.place(j)) * P::kWidth + wide.place(k);
+        }
+        const Lanes found = f(Scattered<Order::any, 1, Integers>{coarse, count, to, place});
+        total += inside ? found : Lanes{};
+      }
+  return total;
+}
+// The same for neighbours of one row: of each the k-th window, where it has so many, counted from the first that holds any.
+template <class P, class F>
+inline Lanes spread_over_row(P, const Plane_& coarse, int count, const Coordinates& first, const F& f) {
+  constexpr int S = P::kStride;
+  const Extent& windows = coarse.extent;
+  const auto deep = P::deep(first.d, windows.D);
+  const auto high = P::high(first.h, windows.H);
+  const auto wide = P::wide(first.w, windows.W, count);
+  if (wide.count < 1) return Lanes{};
+  const Integers own = count_up() + wide.place(0), last = Integers{} + (wide.count - 1);
+  Integers own_first;  // of each lane the first window that holds it
+  for (int j = 0; j < kLanes; j++) own_first[j] = own[j] < P::kWidth ? 0 : (own[j] - P::kWidth) / S + 1;
+  Lanes total{};
+  for (int i = 0; i < deep.count; i++)
+    for (int j = 0; j < high.count; j++)
+      for (int k = 0; k < wide.most(1); k++) {
+        const Integers x = own_first + k, in_row = own - x * S;
+        const auto inside = (in_row >= 0) & (x <= last);
+        const Integers to = (x < last ? x : last) + (((deep.first + i) * windows.H + high.first + j) * windows.W + wide.first);
+        const Integers place = in_row + (deep.place(i) * P::height(windows) + high.place(j)) * P::kWidth;
+        const Lanes found = f(Scattered<Order::near, 1, Integers>{coarse, count, to, place});
+        total += inside ? found : Lanes{};
+      }
+  return total;
+}
+
 // What f says of the windows that hold the lanes, 0 where none does.
 template <class P, class F>
-inline Lanes spread_from(P, const Plane_& coarse, const Extent& fine, int count, const Places& at, const F& f) {
+inline Lanes spread_from(P pool, const Plane_& coarse, const Extent& fine, int count, const Places& at, const F& f) {
+  if constexpr (!P::kApart) return spread_over(pool, coarse, count, at, f);
   const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
   Integers to, place, inside;
   for (int j = 0; j < kLanes; j++) {
@@ -317,8 +386,9 @@ inline Lanes spread_from(P, const Plane_& coarse, const Extent& fine, int count,
 }
 // The same for neighbours of one row, w on.
 template <class P, class F>
-inline Lanes spread_along(P, const Plane_& coarse, const Extent& fine, int count, const Coordinates& first, const F& f) {
-  constexpr int kWide = width_of(P());
+inline Lanes spread_along(P pool, const Plane_& coarse, const Extent& fine, int count, const Coordinates& first, const F& f) {
+  if constexpr (!P::kApart) return spread_over_row(pool, coarse, count, first, f);
+  constexpr int kWide = P::kWidth;
   const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
   const int z = first.d / kd, y = first.h / kh, begin = first.w / kw;
   if (z >= coarse.extent.D || y >= coarse.extent.H || begin >= coarse.extent.W) return Lanes{};
@@ -336,21 +406,21 @@ inline Lanes spread_along(P, const Plane_& coarse, const Extent& fine, int count
   return inside ? found : Lanes{};
 }
 
-template <Order order, int stride, class Place>
+template <Order order, int stride, class Place, int width>
 template <class P, class F>
-void Scattered<order, stride, Place>::window(P pool, const Extent& fine, const F& f) const {
+void Scattered<order, stride, Place, width>::window(P pool, const Extent& fine, const F& f) const {
   const Places places(extent, kLanes, [&](int j) { return int(at[j]); });
-  walk_windows<Order::any, 1>(pool, Plane_{fine, values, step, n, c, C}, count, corners(pool, fine, places), f);
+  walk_windows(pool, Plane_{fine, values, step, n, c, C}, count, places, f);
 }
-template <Order order, int stride, class Place>
+template <Order order, int stride, class Place, int width>
 template <class P>
-auto Scattered<order, stride, Place>::chosen(P pool, const Extent& fine, const Integers& which) const {
+auto Scattered<order, stride, Place, width>::chosen(P pool, const Extent& fine, const Integers& which) const {
   const Places places(extent, kLanes, [&](int j) { return int(at[j]); });
   return chosen_in(pool, Plane_{fine, values, step, n, c, C}, count, places, which);
 }
-template <Order order, int stride, class Place>
+template <Order order, int stride, class Place, int width>
 template <class P, class F>
-Lanes Scattered<order, stride, Place>::spread(P pool, const Extent& coarse, const F& f) const {
+Lanes Scattered<order, stride, Place, width>::spread(P pool, const Extent& coarse, const F& f) const {
   const Places places(extent, kLanes, [&](int j) { return int(at[j]); });
   return spread_from(pool, Plane_{coarse, values, step, n, c, C}, extent, count, places, f);
 }
@@ -395,19 +465,26 @@ template <bool kWhole> struct Row : Lanes_ {
       f(channel(i, many));
     }
   }
-  // Neighbours in one row have their windows side by side.
+  // Neighbours in one row have their windows in one, too.
   template <class P, class F> void window(P pool, const Extent& fine, const F& f) const {
-    constexpr int stride = std::max(1, width_of(P()));
+    constexpr int stride = std::max(1, P::kStride), width = std::max(1, P::kWidth);
     const Plane_ plane{fine, values, step, n, c, C};
     const Coordinates here = coordinates(extent, position);
-    if (P::width(fine) == stride && here.w + count <= extent.W) {
-      const int row = (here.d * P::depth(fine) * fine.H + here.h * P::height(fine)) * fine.W;
+    bool strided = width >= stride && P::width(fine) == width && here.w + count <= extent.W;
+    if constexpr (P::kPads) {
+      const auto whole = [](int first, int end, int size) { return first >= 0 && end <= size; };
+      strided = strided && whole(P::front(fine, here.d), P::front(fine, here.d) + P::depth(fine), fine.D) &&
+                whole(P::top(fine, here.h), P::top(fine, here.h) + P::height(fine), fine.H) &&
+                whole(P::left(fine, here.w), P::left(fine, here.w + count - 1) + width, fine.W);
+    }
+    if (strided) {
+      const int row = (P::front(fine, here.d) * fine.H + P::top(fine, here.h)) * fine.W;
       const Integers lane = count_up(), last = Integers{} + (count - 1);
       const Integers w = (lane < last ? lane : last) + here.w;
-      walk_windows<Order::strided, stride>(pool, plane, count, row + w * stride, f);
+      walk_windows<Order::strided, stride, width>(pool, plane, count, row + P::left(fine, w), f);
     } else {
       const Places places(extent, count, [&](int j) { return position + j; });
-      walk_windows<Order::any, 1>(pool, plane, count, corners(pool, fine, places), f);
+      walk_windows(pool, plane, count, places, f);
     }
   }
   template <class P> auto chosen(P pool, const Extent& fine, const Integers& which) const {
@@ -435,6 +512,7 @@ template <bool kWhole> struct Row : Lanes_ {
 struct Single : Plane_ {
   using T = real;
   int position, place = 0;
+  bool inside = true;  // as of scattered points
 
   int64_t offset() const { return first() + position; }
   template <class E> using One = std::conditional_t<std::is_integral_v<E>, int, real>;
@@ -454,23 +532,36 @@ struct Single : Plane_ {
     const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
     for (int i = 0; i < kd; i++)
       for (int j = 0; j < kh; j++) {
-        const int row = ((w.d * kd + i) * fine.H + w.h * kh + j) * fine.W + w.w * kw;
-        for (int k = 0; k < kw; k++) f(Single{{fine, values, step, n, c, C}, row + k, (i * kh + j) * kw + k});
+        const int z = P::front(fine, w.d) + i, y = P::top(fine, w.h) + j, x = P::left(fine, w.w);
+        for (int k = 0; k < kw; k++) {
+          const auto is_in = [](int at, int size) { return at >= 0 && at < size; };
+          const bool inside = !P::kPads || (is_in(z, fine.D) && is_in(y, fine.H) && is_in(x + k, fine.W));
+          const int at = inside ? (z * fine.H + y) * fine.W + x + k : 0;
+          f(Single{{fine, values, step, n, c, C}, at, (i * kh + j) * kw + k, inside});
+        }
       }
   }
   template <class P> Single chosen(P, const Extent& fine, int which) const {
     const Coordinates w = coordinates(extent, position);
     const int kh = P::height(fine), kw = P::width(fine), row = which / kw;
-    const int x = w.w * kw + which % kw, y = w.h * kh + row % kh, z = w.d * P::depth(fine) + row / kh;
+    const int x = P::left(fine, w.w) + which % kw, y = P::top(fine, w.h) + row % kh, z = P::front(fine, w.d) + row / kh;
     return {{fine, values, step, n, c, C}, (z * fine.H + y) * fine.W + x, which};
   }
   template <class P, class F> real spread(P, const Extent& coarse, const F& f) const {
     const Coordinates here = coordinates(extent, position);
-    const int kd = P::depth(extent), kh = P::height(extent), kw = P::width(extent);
-    const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
-    if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return 0;
-    const int in = ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw;
-    return f(Single{{coarse, values, step, n, c, C}, (z * coarse.H + y) * coarse.W + x, in});
+    if constexpr (P::kApart) {
+      const int kd = P::depth(extent), kh = P::height(extent), kw = P::width(extent);
+      const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
+      if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return 0;
+      const int in = ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw;
+      return f(Single{{coarse, values, step, n, c, C}, (z * coarse.H + y) * coarse.W + x, in});
+    } else {
+      real total = 0;
+      each_holding<1, 1>(here, P(), coarse, [&](int window, int row, int first) {
+        total += f(Single{{coarse, values, step, n, c, C}, window, row + first});
+      });
+      return total;
+    }
   }
   Extreme<1, real> largest() const { return {}; }
   Extreme<-1, real> smallest() const { return {}; }

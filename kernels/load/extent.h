@@ -2,6 +2,12 @@
 #pragma once
 #include "core/scalar.h"
 
+#ifdef __CUDACC__
+#define ON_DEVICE __device__ __forceinline__
+#else
+#define ON_DEVICE inline
+#endif
+
 namespace load {
 
 // Of arrays (N, C, D, H, W); of what has no channels C is 1. A plane has fewer than 2³¹ positions.
@@ -29,12 +35,56 @@ HOST_DEVICE Coordinates coordinates(const Extent& extent, int position) {
   return {int(row / unsigned(extent.H)), int(row % unsigned(extent.H)), int(unsigned(position) % unsigned(extent.W))};
 }
 
-// Windows that lie side by side: K positions an axis; 0: one window, the whole axis. What fills no window is in none.
-template <int KD, int KH, int KW> struct Pool {
+// The windows along an axis that hold any of some neighbours from `position` on: `count` from `first` on, at most most(some). `position` is
+// the place place(i) of window first + i, if that has so many.
+template <int K, int S, int P> struct Holding {
+  int first, count, own;
+  HOST_DEVICE Holding(int position, int windows, int some)
+      : first(position + P < K ? 0 : (position + P - K) / S + 1), own(position + P - first * S) {
+    const int behind = (position + some - 1 + P) / S + 1;
+    count = (behind < windows ? behind : windows) - first;
+  }
+  static HOST_DEVICE constexpr int most(int some) { return (some - 1 + K - 1) / S + 1; }
+  HOST_DEVICE int place(int i) const { return own - i * S; }
+};
+
+// Windows of K positions an axis, S apart; 0: one window, the whole axis. The first begins O places outside of the axis: of its places those
+// count for nothing, nor do the last one's. What fills no window is in none.
+template <int KD, int KH, int KW, int SD = KD, int SH = KH, int SW = KW, int OD = 0, int OH = 0, int OW = 0> struct Pool {
+  static constexpr bool kPads = OD || OH || OW;
+  static constexpr bool kApart = SD == KD && SH == KH && SW == KW && !kPads;  // side by side: no position is in two
+  static constexpr int kWidth = KW, kStride = SW;
   static HOST_DEVICE int depth(const Extent& fine) { return KD ? KD : fine.D; }
   static HOST_DEVICE int height(const Extent& fine) { return KH ? KH : fine.H; }
   static HOST_DEVICE int width(const Extent& fine) { return KW ? KW : fine.W; }
+  // Where windows begin; of one, or of a vector of them.
+  template <class I> static HOST_DEVICE I front(const Extent& fine, I window) { return window * (SD ? SD : fine.D) - OD; }
+  template <class I> static HOST_DEVICE I top(const Extent& fine, I window) { return window * (SH ? SH : fine.H) - OH; }
+  template <class I> static HOST_DEVICE I left(const Extent& fine, I window) { return window * (SW ? SW : fine.W) - OW; }
+  // Where they aren't apart, those that hold a position, or some of its neighbours in a row.
+  static HOST_DEVICE auto deep(int position, int windows) { return Holding<KD, SD, OD>(position, windows, 1); }
+  static HOST_DEVICE auto high(int position, int windows) { return Holding<KH, SH, OH>(position, windows, 1); }
+  static HOST_DEVICE auto wide(int position, int windows, int some) { return Holding<KW, SW, OW>(position, windows, some); }
 };
+
+// Of neighbours in a row the windows that hold any: f(window, the place of its row, the first neighbour's place in that). kAtOnce: rows of
+// windows, that registers hold.
+template <int kSome, int kAtOnce, class P, class F> ON_DEVICE void each_holding(const Coordinates& first, P, const Extent& coarse, const F& f) {
+  const auto deep = P::deep(first.d, coarse.D);
+  const auto high = P::high(first.h, coarse.H);
+  const auto wide = P::wide(first.w, coarse.W, kSome);
+  const int first_window = (deep.first * coarse.H + high.first) * coarse.W + wide.first;
+#pragma unroll 1
+  for (int i = 0; i < deep.most(1); i++)
+#pragma unroll kAtOnce
+    for (int j = 0; j < high.most(1); j++)
+#pragma unroll 8
+      for (int k = 0; k < wide.most(kSome); k++)
+        if (i < deep.count && j < high.count && k < wide.count) {
+          const int window = first_window + (i * coarse.H + j) * coarse.W + k;
+          f(window, (deep.place(i) * P::height(coarse) + high.place(j)) * P::kWidth, wide.place(k));
+        }
+}
 
 // Are all of them zero? Finite? Of packs, too, whose lanes `all` sees.
 HOST_DEVICE bool all(bool value) { return value; }

@@ -9,8 +9,9 @@ namespace load {
 template <int sign, class T> struct Extreme {
   T value;
   int index = -1;
-  __device__ __forceinline__ void take(T x, int64_t place) { set(x, place, x != x && value == value); }
-  __device__ __forceinline__ void take_last(T x, int64_t place) { set(x, place, x != x); }
+  // Both say whether x is now the value.
+  __device__ __forceinline__ bool take(T x, int64_t place) { return set(x, place, x != x && value == value); }
+  __device__ __forceinline__ bool take_last(T x, int64_t place, bool inside = true) { return set(x, place, x != x, inside); }
   // Of two that have taken other places in the same way.
   __device__ __forceinline__ void merge(const Extreme& other) {
     const bool is_nan = value != value, other_is = other.value != other.value;
@@ -21,20 +22,21 @@ template <int sign, class T> struct Extreme {
   __device__ __forceinline__ Extreme of_lane(int) const { return *this; }
 
  private:
-  __device__ __forceinline__ void set(T x, int64_t place, bool is_nan) {
-    const bool better = index < 0 || (sign > 0 ? x > value : x < value) || is_nan;
+  __device__ __forceinline__ bool set(T x, int64_t place, bool is_nan, bool counts = true) {
+    const bool better = counts && (index < 0 || (sign > 0 ? x > value : x < value) || is_nan);
     value = better ? x : value, index = better ? int(place) : index;
+    return better;
   }
 };
 template <int sign, class E, int K> struct Extreme<sign, Pack<E, K>> {
   Pack<E, K> value;
   Pack<int, K> index = splat<K>(-1);
   // place: the same for all, or a pack.
-  template <class X, class P> __device__ __forceinline__ void take(const X& x, const P& place) {
-    each([&](auto& one, int i) { one.take(lane_of(x, i), lane_of(place, i)); });
+  template <class X, class P> __device__ __forceinline__ Pack<bool, K> take(const X& x, const P& place) {
+    return each([&](auto& one, int i) { return one.take(lane_of(x, i), lane_of(place, i)); });
   }
-  template <class X, class P> __device__ __forceinline__ void take_last(const X& x, const P& place) {
-    each([&](auto& one, int i) { one.take_last(lane_of(x, i), lane_of(place, i)); });
+  template <class X, class P> __device__ __forceinline__ Pack<bool, K> take_last(const X& x, const P& place, bool inside = true) {
+    return each([&](auto& one, int i) { return one.take_last(lane_of(x, i), lane_of(place, i), inside); });
   }
   __device__ __forceinline__ Extreme<sign, E> of_lane(int i) const {
     Extreme<sign, E> one;
@@ -43,13 +45,13 @@ template <int sign, class E, int K> struct Extreme<sign, Pack<E, K>> {
   }
 
  private:
-  template <class F> __device__ __forceinline__ void each(const F& f) {
-#pragma unroll
-    for (int i = 0; i < K; i++) {
+  template <class F> __device__ __forceinline__ Pack<bool, K> each(const F& f) {
+    return lanes<K>([&](int i) {
       Extreme<sign, E> one = of_lane(i);
-      f(one, i);
+      const bool better = f(one, i);
       value.at[i] = one.value, index.at[i] = one.index;
-    }
+      return better;
+    });
   }
 };
 

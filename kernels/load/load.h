@@ -5,7 +5,8 @@
 //
 //   Plane   n, c; each(f); sum(), moments(); reduce(out, of those)
 //   point   T; n, c; v(), read(p), write(p, x), shared(p), kept(…); channels(C, f), channel(c); window(pool, fine, f),
-//           chosen(pool, fine, place); spread(pool, coarse, f); largest(), smallest(), zero();
+//           chosen(pool, fine, place); spread(pool, coarse, f), the sum over all windows that hold it; largest(), smallest(), zero();
+//           of a padded pool's window inside: is there such a position?
 //           on a CPU lazily(mask, f): f's value where the mask is set, else 0; and of its plane held(count), room for values of a point
 //   Block   index; each(count, f) with lanes: sum(count, f), merge(moments, count), write(p, x)
 // and on a GPU of(p, i), a small array's value of a channel or, channels last, of neighbours, as a plane and a point then have in the place of c;
@@ -17,12 +18,6 @@
 #include "core/philox.h"
 
 using real = accumulate_t;
-
-#ifdef __CUDACC__
-#define ON_DEVICE __device__ __forceinline__
-#else
-#define ON_DEVICE inline
-#endif
 
 #include "load/extent.h"
 #ifdef __CUDACC__

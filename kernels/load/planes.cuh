@@ -65,6 +65,12 @@ template <class E, int K> __device__ __forceinline__ auto of(const E* from, cons
   }
 }
 
+// Is a place of a window in its plane, along an axis? Which of the plane's is nearest to it?
+template <class P> __device__ __forceinline__ bool is_in(int at, int size) { return !P::kPads || unsigned(at) < unsigned(size); }
+template <class P> __device__ __forceinline__ int nearest_in(int at, int size) { return P::kPads ? min(max(at, 0), size - 1) : at; }
+
+template <int K> struct OfSeveral;
+
 // K neighbouring positions of plane (n, c) of a level with C channels; or, `across`, K neighbouring channels of one position.
 template <int K, bool across = false> struct Point {
   static_assert(!across || K > 1);
@@ -76,6 +82,7 @@ template <int K, bool across = false> struct Point {
   int64_t C;
   int position, place;
   bool aligned;  // is offset() a multiple of K?
+  bool inside = true;  // or, of a window, where that has no position, and another stands for it
 
   // Of lane i.
   __device__ __forceinline__ int64_t place_in_planes(int i = 0) const {
@@ -153,26 +160,42 @@ template <int K, bool across = false> struct Point {
   template <class P> __device__ __forceinline__ Point chosen(P, const Extent& fine, int at) const {
     const Coordinates w = coordinates(extent, position);
     const int kh = P::height(fine), kw = P::width(fine), row = at / kw;
-    const int x = w.w * kw + at % kw, y = w.h * kh + row % kh, z = w.d * P::depth(fine) + row / kh;
+    const int x = P::left(fine, w.w) + at % kw, y = P::top(fine, w.h) + row % kh, z = P::front(fine, w.d) + row / kh;
     return {fine, values, n, c, C, (z * fine.H + y) * fine.W + x, at, true};
   }
   template <class P, class F>
   __device__ __forceinline__ void window(P, const Extent& fine, const F& f) const {
     const Coordinates w = coordinates(extent, position);
     const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
+    constexpr bool kFew = K > 1 && !P::kApart;  // registers hold two of them at a time
     for (int i = 0; i < kd; i++)
-#pragma unroll 4
+#pragma unroll(kFew ? 1 : 4)
       for (int j = 0; j < kh; j++) {
-        const int row = ((w.d * kd + i) * fine.H + w.h * kh + j) * fine.W + w.w * kw;
-#pragma unroll 4
-        for (int k = 0; k < kw; k++) f(Point{fine, values, n, c, C, row + k, (i * kh + j) * kw + k, true});
+        const int z = P::front(fine, w.d) + i, y = P::top(fine, w.h) + j;
+        const int row = (nearest_in<P>(z, fine.D) * fine.H + nearest_in<P>(y, fine.H)) * fine.W + P::left(fine, w.w);
+        const bool inside = is_in<P>(z, fine.D) && is_in<P>(y, fine.H);
+#pragma unroll(kFew ? 2 : 4)
+        for (int k = 0; k < kw; k++) {
+          const int x = P::left(fine, w.w) + k, aside = nearest_in<P>(x, fine.W) - x;
+          f(Point{fine, values, n, c, C, row + k + aside, (i * kh + j) * kw + k, true, inside && is_in<P>(x, fine.W)});
+        }
       }
   }
-  // What f says of the window that holds this point; 0 where none does.
+  // The sum of what f says of the windows that hold this point.
   template <class P, class F> __device__ __forceinline__ T spread(P pool, const Extent& coarse, const F& f) const {
     Coordinates here = coordinates(extent, position);
     if constexpr (K == 1 || across) {
       return spread_to(here, pool, coarse, f);
+    } else if constexpr (!P::kApart) {
+      if (here.w + K <= extent.W) return spread_along(here, pool, coarse, f);
+      T values = zero();
+#pragma unroll 1
+      for (int i = 0; i < K; i++) {
+#pragma unroll
+        for (int j = 1; j < K; j++) values.at[j - 1] = values.at[j];
+        values.at[K - 1] = spread_to(coordinates(extent, position + i), pool, coarse, f);
+      }
+      return values;
     } else {
       return lanes<K>([&](int) {
         const real value = spread_to(here, pool, coarse, f);
@@ -207,13 +230,36 @@ template <int K, bool across = false> struct Point {
   }
   using OfWindow = std::conditional_t<across, Point, Point<1>>;
   template <class P, class F>
-  __device__ __forceinline__ typename OfWindow::T spread_to(const Coordinates& here, P, const Extent& coarse, const F& f) const {
-    const int kd = P::depth(extent), kh = P::height(extent), kw = P::width(extent);
-    const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
-    if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return typename OfWindow::T{};
-    const int place = ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw;
-    return f(OfWindow{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place, true});
+  __device__ __forceinline__ typename OfWindow::T spread_to(const Coordinates& here, P pool, const Extent& coarse, const F& f) const {
+    if constexpr (P::kApart) {
+      const int kd = P::depth(extent), kh = P::height(extent), kw = P::width(extent);
+      const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
+      if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return typename OfWindow::T{};
+      const int place = ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw;
+      return f(OfWindow{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place, true});
+    } else {
+      typename OfWindow::T total{};
+      each_holding<1, across ? 2 : 1>(here, pool, coarse, [&](int window, int row, int first) {
+        total += f(OfWindow{coarse, values, n, c, C, window, row + first, true});
+      });
+      return total;
+    }
   }
+  template <class P, class F>
+  __device__ __forceinline__ T spread_along(const Coordinates& here, P pool, const Extent& coarse, const F& f) const {
+    T total = zero();
+    each_holding<K, 1>(here, pool, coarse, [&](int window, int row, int first) {
+      const auto inside = lanes<K>([&](int i) { return unsigned(first + i) < unsigned(P::kWidth); });
+      const auto place = lanes<K>([&](int i) { return row + first + i; });
+      total += math::select(inside, f(OfSeveral<K>{{coarse, values, n, c, C, window, 0, true}, place}), real(0));
+    });
+    return total;
+  }
+};
+
+// A window of several neighbours, and in which of its places each of them is.
+template <int K> struct OfSeveral : Point<1> {
+  Pack<int, K> place;
 };
 
 // A thread's share of a plane.
@@ -242,6 +288,7 @@ template <bool kScalar> class Plane {
   }
   // Positions of the finer level that lie in no window.
   template <class P, class F> __device__ __forceinline__ void rest(P, const Extent& fine, const F& f) const {
+    static_assert(P::kApart);
     const int D = extent_.D * P::depth(fine), H = extent_.H * P::height(fine), W = extent_.W * P::width(fine);
     const int right = fine.W - W, below = (fine.H - H) * fine.W, first = int(part_ * blockDim.x + threadIdx.x);
     const auto each_of = [&](int count, const auto& position) {
@@ -349,6 +396,7 @@ template <int K, int kAtOnce> class LastPlane {
   }
   // Positions of the finer level that lie in no window.
   template <class P, class F> __device__ __forceinline__ void rest(P, const Extent& fine, const F& f) {
+    static_assert(P::kApart);
     const int D = extent_.D * P::depth(fine), H = extent_.H * P::height(fine), W = extent_.W * P::width(fine);
     turn_ = Sum::kFew - 1;
     for (int i = active_ ? first() : fine.positions(); i < fine.positions(); i += step()) {
