@@ -1,6 +1,6 @@
 # make demo       compile, check, time and plot the four models on what this machine has: ours and eager, then torch.compile beside them
 # make demo QUICK=1  the same without torch.compile
-# make test       the tests, two at a time; TEST_PROCESSES=8 runs more
+# make test       the tests, three at a time, because some wait; TEST_PROCESSES=8 runs more
 # make fuzz       500 random programs: their graphs and adjoints against autograd (tests/fuzz_engine.py --fused: their kernels)
 # make browser    notebooks in JupyterLab in a headless Chromium, which playwright brings where there is none on PATH or in $CHROMIUM
 # make sanitize   every kernel under the sanitizers: CPU kernels always, CUDA kernels where there is a GPU
@@ -22,7 +22,7 @@ SHELL := bash
 
 PYTHON ?= python3
 VENV ?= .venv
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 
 ifeq ($(VENV),)
 RUN := $(PYTHON)

@@ -1,4 +1,4 @@
-"""Some seventy faults, one at a time, in a copy of the tree: do the tests that stand beside each see it?
+"""A hundred faults, one at a time, in a copy of the tree: do the tests that stand beside each see it?
 
     python tests/faults.py [--only 3,17] [--files] [--sound]    # --files: does each text stand where it is looked for, once?
                                                                 # --sound: do the tests pass without the faults?
@@ -146,6 +146,9 @@ FAULTS = [
     Fault("inline_kernels/engine/ops.py", "any(t.graph.levels[level].padding) and not count_include_pad", "False", "test_engine_ops.py -k says_why"),
     Fault("inline_kernels/engine/programs.py", "if a.op == \"take\" and a.args[1] is index:\n        return a.args[0]\n    operands", "if a.op == \"take\" and a.args[1] is index:\n        return a\n    operands", "test_engine_source.py -k 'any_windows and cuda and stem'"),
     Fault("kernels/load/extreme.cuh", "int(place) : index;\n    return better;", "int(place) : index;\n    return true;", "test_engine_source.py -k 'any_windows and cuda and stem'"),
+    Fault("kernels/cpu/strips.h", "for (int64_t c = 0; c < extent.C; c++) {", "for (int64_t c = 0; c < extent.C && down; c++) {", "test_engine_strips.py -k 'twice_eagers and none'"),
+    Fault("inline_kernels/engine/source.py", "(text.reads_v or waits) and waits <= there", "(text.reads_v or waits <= there)", "test_engine_strips.py -k 'twice_eagers'"),
+    Fault("inline_kernels/engine/plane_text.py", "{loop.known[node]};\"] * is_new", "{loop.known[node]};\"] * (not is_new)", "test_engine_strips.py -k 'twice_eagers and over'"),
 ]
 # fmt: on
 

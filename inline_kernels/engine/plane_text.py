@@ -16,7 +16,7 @@ from .pass_text import PassText, Scope, indented
 from .passes import Key, Planes, Program, Unsupported, is_static, over_channels, over_windows
 from .scalars import instructions
 
-_MUCH = 8  # instructions: more than to store a value and to load it again
+_MUCH = 5  # instructions: an exponential's; to store a value and to load it again takes less
 
 
 class PlaneText(PassText):
