@@ -574,6 +574,15 @@ def test_edges_mark_close_calls_but_not_ties():
     assert clamped == [[[False, False, False, False, True]]]
 
 
+def test_what_the_dtype_decides_otherwise_than_float64_gets_no_gradient():
+    model = nn.Sequential(nn.InstanceNorm1d(4), nn.ReLU())
+    torch.manual_seed(0)
+    x = 2e4 + torch.randn(8, 4, 4096)
+    otherwise = (model(x) > 0) != (model(x.double()) > 0)
+    g = checks.gradient_for(model, x, "train")
+    assert otherwise.sum() > 1 and not g[otherwise].any() and (g != 0).sum() > 0.95 * g.numel()
+
+
 @pytest.mark.parametrize(
     "function, kink",
     [

@@ -353,8 +353,21 @@ def gradient_for(model: nn.Module, x: Tensor | Sequence[Tensor], phase: str) -> 
     backward."""
     if not has_backward(phase):
         return None
-    out, _, edges = reference_of(model, x, "forward", None, None)
-    return torch.randn_like(out, dtype=dtype_of(model, inputs_of(x))).masked_fill_(edges, 0)
+    inputs = inputs_of(x)
+    dtype = dtype_of(model, inputs)
+    out, _, edges = reference_of(model, inputs, "forward", None, None)
+    lost = 4 * _share_lost(model, inputs, out, dtype)
+    if lost > _near(dtype):  # a large mean, say, behind a normalisation
+        edges = _reference_in(torch.float64, model, inputs, "forward", None, None, min(lost, _FARTHEST))[2]
+    return torch.randn_like(out, dtype=dtype).masked_fill_(edges, 0)
+
+
+def _share_lost(model: nn.Module, inputs: list[Tensor], r: Tensor, dtype: torch.dtype) -> float:
+    """The largest error of `model` in `dtype`, r being its output in float64, as a share of the largest value."""
+    rounded = _reference_in(dtype, model, inputs, "forward", None, None)[0]
+    error, size = (t.abs().nan_to_num(0.0, posinf=0.0) for t in (rounded.to(r.dtype) - r, r))
+    rounded.fill_(math.nan)  # nothing to be found in freed memory
+    return (error.max() / size.max()).item() if r.numel() and size.any() else 0.0
 
 
 def errors_between(
@@ -470,9 +483,19 @@ def edges_of(model: nn.Module, inputs: list[Tensor]) -> Tensor:
         return _reference_in(precise, model, inputs, "forward", None, None)[2]
 
 
-def _reference_in(precise, model, inputs, phase, g, keep) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """`reference_of` in the floating-point type `precise`."""
-    edges, near = [], min(1024 * torch.finfo(dtype_of(model, inputs)).eps, 2**-6)
+_FARTHEST = 2**-6
+
+
+def _near(dtype: torch.dtype) -> float:
+    """What `Edges` takes for close, as a share, where nothing is known of the model's own rounding."""
+    return min(1024 * torch.finfo(dtype).eps, _FARTHEST)
+
+
+def _reference_in(
+    precise, model, inputs, phase, g, keep, near: float | None = None
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """`reference_of` in the floating-point type `precise`; near: see `Edges`."""
+    edges, near = [], near or _near(dtype_of(model, inputs))
 
     def run(double, *inputs):
         if phase != "forward":
