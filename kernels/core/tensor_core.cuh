@@ -222,8 +222,6 @@ __device__ __forceinline__ void commit_bulk_copies() {
 __device__ __forceinline__ void await_bulk_reads() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-// Until the kernel before this one, which was launched early, has ended.
-__device__ __forceinline__ void await_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #endif
 
 // -------------------------------------------------------------------------------------------- floating point

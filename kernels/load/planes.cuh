@@ -8,6 +8,7 @@
 // position, and what a plane has for a channel is a pack, too. A pass by sample takes positions whose channels are several lanes'. With
 // ROUNDS_Y and ROUNDS_DZ these, which the library convolves next, are rounded to TF32.
 #pragma once
+#include "core/launch.cuh"
 #include "load/extent.h"
 #include "load/extreme.cuh"
 #include "load/reduce.cuh"
@@ -577,6 +578,7 @@ constexpr int kPlaneBlocks = kPack * sizeof(real) > 16 ? 2 : 3;
 template <int kBlocks, class ThePlane, class Pass, class... Lanes>
 __global__ void __launch_bounds__(kPlaneThreads, kBlocks)
 planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts, Lanes... lanes) {
+  await_previous_kernel();
   ThePlane plane(extent, values, parts, lanes...);
   pass(plane);
 }
@@ -591,7 +593,7 @@ void in_last_planes(const Pass& pass, const Extent& extent, const value_t* value
   constexpr int kBlocks = Last<Pass>::blocks;
   const int64_t across = int64_t(K) * lanes_across(extent.C, K), blocks = extent.N * ((extent.C + across - 1) / across) * parts;
   if (!blocks || !extent.positions()) return;
-  planes_kernel<kBlocks, ThePlane><<<unsigned(blocks), kPlaneThreads, 0, stream>>>(pass, extent, values, unsigned(parts));
+  launch_early(planes_kernel<kBlocks, ThePlane, Pass>, blocks, kPlaneThreads, stream, pass, extent, values, unsigned(parts));
 }
 template <class Pass>
 void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
@@ -603,7 +605,7 @@ void planes(const Pass& pass, const Extent& extent, const value_t* values, int64
     if (!blocks || !S) return;
     const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts + 1;
     const unsigned threads = packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
-    planes_kernel<kPlaneBlocks, ThePlane><<<unsigned(blocks), threads, 0, stream>>>(pass, extent, values, unsigned(parts));
+    launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass>, blocks, threads, stream, pass, extent, values, unsigned(parts));
   }
 }
 
@@ -611,9 +613,10 @@ void planes(const Pass& pass, const Extent& extent, const value_t* values, int64
 template <int K, class Pass>
 void in_rows(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, int64_t parts, cudaStream_t stream) {
   using ThePlane = LastRows<K>;
-  const unsigned blocks = unsigned(extent.N * parts);
+  const int64_t blocks = extent.N * parts;
   if (!blocks || !extent.positions()) return;
-  planes_kernel<kPlaneBlocks, ThePlane><<<blocks, kPlaneThreads, 0, stream>>>(pass, extent, values, unsigned(parts), lanes_of_row(C, K));
+  launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass, unsigned>, blocks, kPlaneThreads, stream, pass, extent, values, unsigned(parts),
+               lanes_of_row(C, K));
 }
 template <class Pass>
 void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, int64_t parts, cudaStream_t stream) {
@@ -626,7 +629,7 @@ void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t*
 inline int64_t few_parts(int64_t parts) { return parts > kFewParts ? 1 : parts; }
 template <class T> void merge_parts(T* out, const T* of, int64_t planes, int64_t parts, cudaStream_t stream) {
   const int64_t blocks = (planes * 32 + kMergingThreads - 1) / kMergingThreads;
-  if (parts > kFewParts && blocks) merge_parts_kernel<<<unsigned(blocks), kMergingThreads, 0, stream>>>(out, of, planes, parts);
+  if (parts > kFewParts && blocks) launch_early(merge_parts_kernel<T>, blocks, kMergingThreads, stream, out, of, planes, parts);
 }
 
 }  // namespace load

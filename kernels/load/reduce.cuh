@@ -1,5 +1,6 @@
 // Reductions over the lanes of a warp and the threads of a block, in double and in a fixed order.
 #pragma once
+#include "core/launch.cuh"
 #include "core/numerics.h"
 #include "load/pack.cuh"
 
@@ -109,6 +110,7 @@ __device__ inline void take(double& a, double b) { a += b; }
 __device__ inline void take(Moments<double>& a, const Moments<double>& b) { a = a.merge(b); }
 
 template <class T> __global__ void __launch_bounds__(kMergingThreads) merge_parts_kernel(T* out, const T* of, int64_t planes, int64_t parts) {
+  await_previous_kernel();
   const int64_t plane = (int64_t(blockIdx.x) * kMergingThreads + threadIdx.x) / 32;
   if (plane >= planes) return;
   T own{};

@@ -83,6 +83,7 @@ struct Block {
 };
 
 template <class Pass> __global__ void __launch_bounds__(kSmallThreads, 1) small_kernel(const Pass pass, unsigned slices) {
+  await_previous_kernel();
   pass(Block{slices});
 }
 
@@ -90,7 +91,7 @@ template <class Pass> __global__ void __launch_bounds__(kSmallThreads, 1) small_
 template <class Pass> void small(const Pass& pass, int64_t blocks, cudaStream_t stream, int64_t C = 0, unsigned most = 1) {
   while (most > 1 && C < 16 * int64_t(most)) most = most % 2 ? 1 : most / 2;
   const unsigned all = unsigned(blocks) * most, threads = all > 128 ? 256 : kSmallThreads;  // of many, some share a multiprocessor
-  if (blocks) small_kernel<Pass><<<all, threads, 0, stream>>>(pass, most);
+  if (blocks) launch_early(small_kernel<Pass>, all, threads, stream, pass, most);
 }
 
 }  // namespace load

@@ -161,6 +161,7 @@ template <class Pass, bool kReads>
 __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
 turned_kernel(const Pass pass, const Extent extent, const value_t* values, value_t* gradient, unsigned parts,
               unsigned channel_tiles, bool for_tf32) {
+  await_previous_kernel();
   __shared__ __align__(16) value_t shared[kTilePositions * kTileChannels];
   const unsigned tiles = (unsigned(extent.positions()) + kTilePositions - 1) / kTilePositions;
 #pragma unroll 1
@@ -186,8 +187,8 @@ void turned(const Pass& pass, const Extent& extent, const value_t* values, value
     planes(pass, extent, values, parts, stream);
   } else if constexpr (!kLast) {
     if (!blocks) return;
-    turned_kernel<Pass, kReads><<<unsigned(blocks), kPlaneThreads, 0, stream>>>(
-        pass, extent, values, gradient, unsigned(parts), unsigned(tiles), layout == kForTf32);
+    launch_early(turned_kernel<Pass, kReads>, blocks, kPlaneThreads, stream, pass, extent, values, gradient, unsigned(parts),
+                 unsigned(tiles), layout == kForTf32);
   }
 }
 template <class Pass>
@@ -321,6 +322,7 @@ struct Turns {
 };
 
 __global__ void __launch_bounds__(kPlaneThreads, 4) transpose_kernel(const __grid_constant__ Turns turns, bool for_tf32) {
+  await_previous_kernel();
   __shared__ __align__(16) value_t shared[kSquare * (kSquare + 1) * kPair];
   const unsigned which = blockIdx.x >= turns.of[0].blocks, block = blockIdx.x - (which ? turns.of[0].blocks : 0);
   const Turn& turn = turns.of[which];
@@ -369,7 +371,7 @@ inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows
 }
 inline void turn(const Turn& one, const Turn& other, bool for_tf32, cudaStream_t stream) {
   const unsigned blocks = one.blocks + other.blocks;
-  if (blocks) transpose_kernel<<<blocks, kPlaneThreads, 0, stream>>>(Turns{{one, other}}, for_tf32);
+  if (blocks) launch_early(transpose_kernel, blocks, kPlaneThreads, stream, Turns{{one, other}}, for_tf32);
 }
 // source (N, rows, height, width) -> out (N, positions, rows), of each down-th row and each across-th column.
 inline void transpose_picked(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t height, int64_t width, int64_t down,

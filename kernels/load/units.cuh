@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 :
 units_kernel(const Pass pass, const Extent extent, const value_t* values, uint4* units, grad::Scales scales,
              unsigned parts, unsigned channel_tiles, unsigned blocks, Packing packing) {
 #if __CUDA_ARCH__ >= 800
+  await_previous_kernel();
   __shared__ __align__(16) value_t shared[kTilePositions * kTileChannels];
   constexpr bool kScaled = sizeof(value_t) == 4;
   const bool ahead = packing == Packing::kLooksAhead;
@@ -90,8 +91,8 @@ void units(const Pass& pass, const Extent& extent, const value_t* values, value_
     const unsigned tiles = unsigned((extent.C + kTileChannels - 1) / kTileChannels), N = unsigned(extent.N);
     const grad::Scales scales = grad::scales_of(gradient, extent.N, extent.C, extent.positions());
     const auto launch = [&](Packing packing, unsigned blocks) {
-      units_kernel<Pass><<<N * blocks, kPlaneThreads, 0, stream>>>(
-          pass, extent, values, reinterpret_cast<uint4*>(gradient), scales, unsigned(parts), tiles, blocks, packing);
+      launch_early(units_kernel<Pass>, N * blocks, kPlaneThreads, stream, pass, extent, values, reinterpret_cast<uint4*>(gradient),
+                   scales, unsigned(parts), tiles, blocks, packing);
     };
     if (sizeof(value_t) == 4) {
       cudaMemsetAsync(scales.seen, 0, 2 * extent.N * sizeof(uint32_t), stream);

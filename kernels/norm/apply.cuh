@@ -30,6 +30,7 @@ template <int kChannels, class Tail>
 __global__ void __launch_bounds__(kThreads, 5)
 finish_kernel(output_t* y, Kept kept, const accumulate_t* partial, const float* v, Group group_norm, Tail tail,
               accumulate_t eps, GroupShape shape, int64_t size_of_plane, int parts, int chunks, bool aligned) {
+  await_previous_kernel();
   struct alignas(16) Channel {
     float offset, slope, bias;
     typename Tail::Channel tail;
@@ -43,9 +44,6 @@ finish_kernel(output_t* y, Kept kept, const accumulate_t* partial, const float* 
   output_t* out = y + first * size_of_plane;
   const int size = int(channels * size_of_plane), plane = int(size_of_plane), begin = chunk * kThreads + threadIdx.x;
   const int step = chunks * kThreads;
-#if __CUDA_ARCH__ >= 900
-  tensor_core::await_previous_kernel();
-#endif
   Vector<float> ahead[kAhead];  // on their way while the statistics are merged
 #pragma unroll
   for (int k = 0; k < kAhead; k++)
@@ -112,14 +110,8 @@ void finish(output_t* y, Kept kept, const float* v, const accumulate_t* partial,
   const int64_t size = shape.channels() * size_of_plane;
   const int chunks = int(size / (kThreads * kVector * kAhead + 1) + 1);
   const bool aligned = vectors_fit(y, size) && vectors_fit(v, size);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(shape.N * shape.G * chunks), config.blockDim = kThreads, config.stream = stream;
-  config.attrs = &early, config.numAttrs = starts_early() ? 1 : 0;
-  cudaLaunchKernelEx(&config, finish_kernel<kChannels, Tail>, y, kept, partial, v, group_norm, tail,
-                     accumulate_t(eps), shape, size_of_plane, parts, chunks, aligned);
+  launch_early(finish_kernel<kChannels, Tail>, shape.N * shape.G * chunks, kThreads, stream, y, kept, partial, v, group_norm,
+               tail, accumulate_t(eps), shape, size_of_plane, parts, chunks, aligned);
 }
 
 }  // namespace norms

@@ -91,7 +91,6 @@ inline void arrive_at(uint64_t* barrier, int) { arrive(barrier); }
 inline void meet_cluster() { emulation::meet_block(); }
 inline void commit_bulk_copies() {}
 inline void await_bulk_reads() {}
-inline void await_previous_kernel() {}
 
 // ----------------------------------------------------------------------------------------------------- wgmma
 
