@@ -42,23 +42,18 @@ inline bool run_together(int64_t blocks) {
          blocks <= device_attribute(cudaDevAttrMultiProcessorCount);
 }
 
-// A kernel whose first statement this is may be launched early: here it waits until all that the stream held before it has ended, and lets the next
-// one be launched early, too. (The emulation runs one kernel after the other.)
+// A kernel that begins with this may be launched early: it waits until all that the stream held before has ended, and the next one may be there.
 __device__ __forceinline__ void await_previous_kernel() {
-#if defined(__CUDACC__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 900  // the emulation runs one after the other
+  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 // Launches such a kernel. From sm_90 on its blocks are on their multiprocessors by the time that the kernel before it ends.
-template <class... Parameters, class... Arguments>
-void launch_early(void (*kernel)(Parameters...), int64_t blocks, unsigned threads, cudaStream_t stream, const Arguments&... arguments) {
+template <class... P, class... Arguments>
+void launch_early(void (*kernel)(P...), int64_t blocks, unsigned threads, cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(blocks), config.blockDim = threads, config.stream = stream;
-  config.attrs = &early, config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t config{unsigned(blocks), threads, 0, stream, &early, device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
+  cudaLaunchKernelEx(&config, kernel, P(arguments)...);
 }
