@@ -128,7 +128,7 @@ def test_passes_that_wait_for_strips_alone_run_in_them(name):
     _, new, x, _ = fused(name)
     with torch.no_grad():
         text = new.source(x)
-    inside, outside = text.split("load::convolved(")[1].split("\n    });")
+    inside, outside = text.split("load::convolved<")[1].split("\n    });")
     assert inside.count("strip.planes(") == text.count("template <class Plane>") > 1
     assert "load::planes(" not in outside
 

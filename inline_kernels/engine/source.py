@@ -307,7 +307,9 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
     sizes = "{N, image_C, C, image_D, image_H, image_W, kernel_D, before, above, left}"
     calls = []
     if program.convolves:
-        calls += ["load::convolved(convolution, v, strips, some, [&](const load::Convolved& strip) {"]
+        depths = [window_of_v(program.graph, program.passes[i].level)[0] for i in program.in_strips]
+        deep = str(any(depth != 1 for depth in depths)).lower()
+        calls += [f"load::convolved<{deep}>(convolution, v, strips, some, [&](const load::Convolved& strip) {{"]
         for i in program.in_strips:
             each = program.passes[i]
             pool = ", ".join(map(str, window_of_v(program.graph, each.level)))

@@ -91,7 +91,7 @@ def _convolved(C: int, size: Sequence[int], windows: Sequence[tuple[int, ...]] =
     D, H, W = size
     deep, high = (functools.reduce(math.lcm, [w[i] for w in windows], 1 + i) for i in (0, 1))
     rows = max(2, 2 * (_TILES // -(-W // 2)))
-    rows = min(H, -(-rows // high) * high) if deep == 1 and high else H
+    rows = min(H, -(-rows // high) * high) if deep < 2 and high else H
     if not deep:
         return D, rows
     fitting = max(1, min(D, _VALUE_BYTES // (4 * C * rows * W)))

@@ -3,6 +3,7 @@
 //
 // Stride 1, 3×3 filters in a plane, one group. Sums are made by strip, in an order that sizes alone fix.
 #pragma once
+#include <memory>
 #include "cpu/direct_gradient.h"
 #include "cpu/load.h"
 #include "cpu/winograd_gradient.h"
@@ -17,7 +18,7 @@ struct Strip {
 };
 
 // Results of D planes of H rows of W, in strips of at most so many planes, rows and columns; rows and columns are even, or
-// all. Several planes, or pools of them, have whole rows; pools in depth whole planes.
+// all. Several planes, or pools of them, have whole rows; pools in depth whole planes, unless they are one window in depth.
 struct Division {
   int64_t D, H, W, planes, rows, columns;
   int64_t deep() const { return (D + planes - 1) / planes; }
@@ -183,20 +184,21 @@ struct Convolved {
   }
 };
 
-// Convolves some samples to v, or where that is null nowhere, and calls passes(Convolved) in each strip's thread.
-template <class F>
+// Convolves some samples to v, or where that is null nowhere, and calls passes(Convolved) in each strip's thread. kDeep: passes have windows of
+// several planes, which then lie as far apart as v's, rows that nobody asks for between them.
+template <bool kDeep, class F>
 void convolved(const Convolution& of, value_t* v, const Division& division, const Samples& some, const F& passes) {
   const int64_t C = of.sizes.K, positions = division.D * division.H * division.W, parts = division.parts();
   host::parallel_for(some.count() * parts, 1, [&](int64_t begin, int64_t end) {
     Convolver convolve(of, division.planes);
-    const int64_t size = division.planes * division.rows * division.W;
-    std::vector<value_t> memory(v ? 0 : C * size + kBehind);
+    const int64_t plane = division.H * division.W, size = division.planes * (kDeep ? plane : division.rows * division.W);
+    const std::unique_ptr<value_t[]> memory(v ? nullptr : new value_t[C * size + kBehind]);
     for (int64_t i = begin; i < end; i++) {
       const Strip strip = division.strip(some.first * parts + i);
-      const int64_t first = division.first(strip), plane = division.H * division.W;
+      const int64_t first = division.first(strip);
       value_t* const sample = v ? v + (strip.n - some.first) * C * positions : nullptr;
-      value_t* const out = v ? sample + first : memory.data();
-      const int64_t step = v ? positions : size, pitch = v ? plane : strip.rows * division.W;
+      value_t* const out = v ? sample + first : memory.get();
+      const int64_t step = v ? positions : size, pitch = v || kDeep ? plane : strip.rows * division.W;
       convolve(out, step, pitch, strip);
       passes(Convolved{division, strip, out - first, step, pitch - plane});
     }
@@ -207,7 +209,7 @@ void convolved(const Convolution& of, value_t* v, const Division& division, cons
 inline void convolve(value_t* v, const Convolution& of, int64_t planes, int64_t rows) {
   const winograd::Sizes& sizes = of.sizes;
   const Division division{sizes.planes(), sizes.height(), sizes.width(), planes, rows, sizes.width()};
-  convolved(of, v, division, {0, sizes.N}, [](const Convolved&) {});
+  convolved<false>(of, v, division, {0, sizes.N}, [](const Convolved&) {});
 }
 
 // The pass that makes the gradient of the convolution's results, in its member dz, and that of the filters by Sums: summed up in
