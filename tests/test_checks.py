@@ -584,6 +584,19 @@ def test_what_the_dtype_decides_otherwise_than_float64_gets_no_gradient():
 
 
 @pytest.mark.parametrize(
+    "function", [lambda x: x, lambda x: x.mean(1, keepdim=True).expand_as(x), lambda x: x.view(-1)]
+)
+def test_a_gradient_is_drawn_without_a_trace_in_the_input(function):
+    class Of(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    x = torch.randn(3, 4)
+    before = x.clone()
+    assert checks.gradient_for(Of(), x, "train_dx").shape == function(x).shape and torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
     "function, kink",
     [
         (nn.ReLU(), 0), (nn.ReLU(inplace=True), 0), (torch.Tensor.relu_, 0), (nn.LeakyReLU(), 0), (torch.abs, 0),

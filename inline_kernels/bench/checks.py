@@ -364,9 +364,9 @@ def gradient_for(model: nn.Module, x: Tensor | Sequence[Tensor], phase: str) -> 
 
 def _share_lost(model: nn.Module, inputs: list[Tensor], r: Tensor, dtype: torch.dtype) -> float:
     """The largest error of `model` in `dtype`, r being its output in float64, as a share of the largest value."""
-    rounded = _reference_in(dtype, model, inputs, "forward", None, None)[0]
+    rounded = _reference_in(dtype, model, [t.clone() for t in inputs], "forward", None, None)[0]
     error, size = (t.abs().nan_to_num(0.0, posinf=0.0) for t in (rounded.to(r.dtype) - r, r))
-    rounded.fill_(math.nan)  # nothing to be found in freed memory
+    rounded.untyped_storage().fill_(255)  # NaN: nothing to be found in freed memory
     return (error.max() / size.max()).item() if r.numel() and size.any() else 0.0
 
 

@@ -309,7 +309,9 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
     if program.convolves:
         depths = [window_of_v(program.graph, program.passes[i].level)[0] for i in program.in_strips]
         deep = str(any(depth != 1 for depth in depths)).lower()
-        calls += [f"load::convolved<{deep}>(convolution, v, strips, some, [&](const load::Convolved& strip) {{"]
+        calls += [
+            f"load::convolved<{deep}>(convolution, v, strips, some, [&](const load::Convolved& strip) {{"
+        ]
         for i in program.in_strips:
             each = program.passes[i]
             pool = ", ".join(map(str, window_of_v(program.graph, each.level)))
