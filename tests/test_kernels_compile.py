@@ -204,3 +204,13 @@ def test_another_plan_does_not_compile(wrong, tmp_path, monkeypatch):
     own = [f"{key}={number}" for key, number in {**defines, **wrong}.items()]
     done = nvcc(KERNELS / f"{POOL[0]}.cu", "80", own, tmp_path / "out")
     assert done.returncode and "static assertion failed" in done.stderr, done.stderr
+
+
+def test_what_is_launched_early_waits_first():
+    """Else it would read what the kernel before it has not written yet."""
+    text = "\n".join(path.read_text() for path in sorted(KERNELS.rglob("*.cuh")))
+    launched = set(re.findall(r"launch_early\((\w+)", text)) - {"void"}
+    assert {"planes_kernel", "small_kernel", "transpose_kernel", "finish_kernel"} <= launched
+    for name in launched:
+        body = re.search(rf"__global__ [^;{{]*\b{name}\([^{{;]*\) {{\n(?:#if .*\n)?(.*)", text)
+        assert body and body[1].strip() == "await_previous_kernel();", name

@@ -42,7 +42,7 @@ inline bool run_together(int64_t blocks) {
          blocks <= device_attribute(cudaDevAttrMultiProcessorCount);
 }
 
-// A kernel that begins with this may be launched early: it waits until all that the stream held before has ended, and the next one may be there.
+// A kernel that begins with this may be launched early: it waits until all that the stream held before has ended, and lets the next one come early.
 __device__ __forceinline__ void await_previous_kernel() {
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 900  // the emulation runs one after the other
   asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
