@@ -8,6 +8,9 @@ In float32 tensor cores cut operands off in channels last that the library round
 of v, an OPERAND where it is written, what else is KEPT before it is convolved. And a convolution runs so only where eager's is in TF32, or where
 its x is an OPERAND, which has an error of that size from its own convolution: that is why nothing is one whose own isn't in TF32 in eager.
 Gradients run so only where both of eager's are in TF32.
+
+What torch.cat joins of such results is a `Join`: with it goes a transposed convolution that nothing else reads. Its result is an OPERAND if all
+parts are, a transposed convolution's because it runs so only where eager's is in TF32 (joining.py).
 """
 
 from __future__ import annotations
@@ -16,24 +19,48 @@ import functools
 import operator
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from . import library, precision
+from . import library, precision, support
 from .capture import Captured
 from .segment import Segment
 from .tracing import has_hooks
 
 OPERAND, KEPT, ENDS = "operand", "kept", "ends"
 FEWEST_CHANNELS = 32
+MOST_PARTS = 32  # of a Join
 
+_JOINS = torch.cat, torch.concat, torch.concatenate
 _MODULES = nn.MaxPool2d, nn.AvgPool2d, nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.GELU, nn.Identity
 _FUNCTIONS = {
     F.max_pool2d, F.avg_pool2d, F.relu, F.leaky_relu, F.silu, F.gelu, torch.relu, torch.add, torch.mul, operator.add, operator.mul
 }  # fmt: skip
 _METHODS = {"relu", "add", "mul"}
+
+
+class Transposed(NamedTuple):
+    """A transposed convolution. of_operand: is its x an OPERAND?"""
+
+    name: str
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    has_bias: bool
+    of_operand: bool
+
+
+class Join(NamedTuple):
+    """Results that torch.cat joins by channels, where all lie channels last. parts: a transposed convolution that nothing else reads, or None. result,
+    read_by: as a segment's."""
+
+    parts: tuple[Transposed | None, ...]
+    result: str
+    read_by: tuple
 
 
 def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
@@ -48,6 +75,7 @@ def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
         found[segment] = _result(nodes[segment], filters, found, model) if _has_positions(segment) else ENDS
     if {*found.values()} == {ENDS}:
         return segments
+    _joins(captured, filters, found, model)
 
     def told(segment: Segment) -> Segment:
         of_operand = _is_operand(nodes[segment].args[0], found, model)
@@ -56,7 +84,14 @@ def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
     return [*map(told, segments)]
 
 
-def rounds(segment: Segment, x: Tensor) -> bool:
+def joins(captured: Captured, model: nn.Module, segments: Sequence[Segment]) -> dict[fx.Node, Join]:
+    """By the calls of torch.cat for which they stand. segments: of `laid_out`."""
+    results = {each: told.result for each, told in zip(captured.segments, segments) if told.result}
+    filters = {segment: _weight(model, captured, segment) for segment in results}
+    return _joins(captured, filters, results, model)
+
+
+def rounds(segment: Segment | Join, x: Tensor) -> bool:
     """Are operands channels last that in eager are in planes, and TF32?"""
     return segment.result is not None and x.dtype == torch.float32
 
@@ -69,12 +104,12 @@ def is_kept(segment: Segment, x: Tensor, weight: Tensor, y: Tensor) -> bool:
         return True
     if not library.may_run_tf32(x) or not (segment.conv.is_nothing or runs_tf32(segment, x, weight)):
         return False
-    readers = [_runs_tf32_behind(y, "forward", *reader) for reader in segment.read_by]
+    readers = [runs_tf32_behind(y, "forward", *reader) for reader in segment.read_by]
     if segment.result == KEPT:
         return not readers or any(readers)
     if segment.conv.is_nothing and not (readers and all(readers)):
         return False
-    return all(_runs_tf32_behind(y, "dw", *reader) for reader in segment.read_by)  # which reads it, too
+    return all(runs_tf32_behind(y, "dw", *reader) for reader in segment.read_by)  # which reads it, too
 
 
 def runs_tf32(segment: Segment, x: Tensor, weight: Tensor, of: str = "forward") -> bool:
@@ -92,7 +127,7 @@ def differentiates_last(segment: Segment, x: Tensor, weight: Tensor) -> bool:
     return all(runs_tf32(segment, x, weight, of) for of in ("dx", "dw"))
 
 
-def _runs_tf32_behind(
+def runs_tf32_behind(
     y: Tensor, of: str, channels: Fraction, taps: Sequence[int], settings: precision.Settings
 ) -> bool:
     """Does eager's convolution of a result? channels: out, for each of its own."""
@@ -115,7 +150,7 @@ def _weight(model: nn.Module, captured: Captured, segment: Segment) -> Tensor:
 
 
 def _readers(node: fx.Node, filters: dict[Segment, Tensor]) -> tuple:
-    """What `_runs_tf32_behind` asks of the convolutions that read a result at once. It is the same for a layer of other channels."""
+    """What `runs_tf32_behind` asks of the convolutions that read a result at once. It is the same for a layer of other channels."""
     users = [user.target for user in node.users if user.target in filters and user.args[0] is node]
     found = {}
     for user in users:
@@ -125,16 +160,59 @@ def _readers(node: fx.Node, filters: dict[Segment, Tensor]) -> tuple:
     return tuple(found)
 
 
-def _is_operand(value: fx.Node, results: dict[Segment, str], model: nn.Module) -> bool:
-    """Is all that an x is made of one?"""
+def _joins(
+    captured: Captured, filters: dict[Segment, Tensor], results: dict, model: nn.Module
+) -> dict[fx.Node, Join]:
+    """results: of segments; there will also be those of calls that give OPERANDs."""
+    found = {}
+    for node in captured.module.graph.nodes:
+        parts = node.args[0] if _is_join(node) and node.args else ()
+        if not (isinstance(parts, (list, tuple)) and 2 <= len(parts) <= MOST_PARTS):
+            continue
+        uses = _uses(node, filters, results, model)
+        if not uses or not all(_lies_last(part, results, model) for part in parts):
+            continue
+        transposed = tuple(
+            _transposed(part, results, model) if parts.count(part) == 1 else None for part in parts
+        )
+        are_operands = all(t or _is_operand(part, results, model) for t, part in zip(transposed, parts))
+        result = OPERAND if OPERAND in uses and are_operands else KEPT
+        found[node] = Join(transposed, result, _readers(node, filters))
+        if result == OPERAND:
+            results[node] = OPERAND
+    return found
+
+
+def _is_join(node: fx.Node) -> bool:
+    by_channels = node.args[1:] == (1,) or node.kwargs.get("dim") == 1
+    return node.op == "call_function" and node.target in _JOINS and by_channels and "out" not in node.kwargs
+
+
+def _lies_last(value: fx.Node, results: dict, model: nn.Module) -> bool:
+    """Is all that it is made of kept?"""
     if value.target in results:
-        return results[value.target] == OPERAND
-    of_function = value.op == "call_function" and value.target in (
-        F.max_pool2d,
-        F.relu,
-        torch.relu,
-        torch.cat,
-    )
+        return results[value.target] != ENDS
+    given = value.all_input_nodes
+    return bool(given) and _gives_the_same(value, model) and all(_lies_last(x, results, model) for x in given)
+
+
+def _transposed(value: fx.Node, results: dict, model: nn.Module) -> Transposed | None:
+    """A part of a Join that lies channels last, if it is one's result that nothing else reads."""
+    module = _module(value, model, nn.ConvTranspose2d)
+    if not module or len(value.users) > 1 or len(value.args) != 1 or value.kwargs:
+        return None
+    if support.altered(value.target, module):
+        return None
+    settings = module.stride, module.padding, module.output_padding, module.dilation
+    has_bias = module.bias is not None
+    return Transposed(value.target, *settings, has_bias, _is_operand(value.args[0], results, model))
+
+
+def _is_operand(value: fx.Node, results: dict, model: nn.Module) -> bool:
+    """Is all that an x is made of one?"""
+    if known := results.get(value) or results.get(value.target):
+        return known == OPERAND
+    of_function = value.op == "call_function" and value.target in (F.max_pool2d, F.relu, torch.relu, *_JOINS)
     keeps = of_function or _module(value, model, nn.MaxPool2d, nn.ReLU, nn.Identity)
     return bool(keeps) and all(_is_operand(each, results, model) for each in value.all_input_nodes)
 
@@ -154,6 +232,15 @@ def _result(
     node: fx.Node, filters: dict[Segment, Tensor], results: dict[Segment, str], model: nn.Module
 ) -> str:
     """results: of those behind."""
+    uses = _uses(node, filters, results, model)
+    alone = len(node.args) == 1  # what is added would lose digits
+    return ENDS if not uses else OPERAND if OPERAND in uses and alone else KEPT
+
+
+def _uses(
+    node: fx.Node, filters: dict[Segment, Tensor], results: dict[Segment, str], model: nn.Module
+) -> set[str] | None:
+    """What all that reads a result would have it; None: something has to have it in planes."""
     ways, seen, uses = [node], {node}, set()
     while ways:
         value = ways.pop()
@@ -162,17 +249,16 @@ def _result(
                 segment = user.target
                 convolved = user.args[0] is value and not segment.conv.is_nothing
                 if convolved and not _fits(segment, filters[segment]):
-                    return ENDS
+                    return None
                 turned = results[segment] == ENDS and _has_positions(segment)  # what it adds, once
                 uses |= {OPERAND} if convolved else set() if turned else {KEPT}
             elif not (_is_mean(user) or _gives_the_same(user, model)):
-                return ENDS
+                return None
             elif user not in seen and not _is_mean(user):
                 uses |= {OPERAND} if _module(user, model, nn.ConvTranspose2d) else set()
                 seen.add(user)
                 ways.append(user)
-    alone = len(node.args) == 1  # what is added would lose digits
-    return OPERAND if OPERAND in uses and alone else KEPT if uses else ENDS
+    return uses
 
 
 def _module(node: fx.Node, model: nn.Module, *types: type) -> nn.Module | None:
@@ -189,8 +275,7 @@ def _gives_the_same(node: fx.Node, model: nn.Module) -> bool:
     if module := _module(node, model, *_MODULES):
         return not has_hooks(module) and not getattr(module, "inplace", False)
     if node.op == "call_function":
-        joined = node.target is torch.cat and (node.args[1:] == (1,) or node.kwargs.get("dim") == 1)
-        return joined or node.target in _FUNCTIONS and not node.kwargs.get("inplace", False)
+        return _is_join(node) or node.target in _FUNCTIONS and not node.kwargs.get("inplace", False)
     return node.op == "call_method" and node.target in _METHODS
 
 
