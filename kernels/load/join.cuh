@@ -34,6 +34,14 @@ template <int kParts> struct Joined {
   JoinPart of[kParts];
 };
 
+// By intrinsic, because the compiler stores a struct member by member.
+template <int K> __device__ __forceinline__ void put(value_t* to, const Memory<value_t, K>& values) {
+  constexpr int kBytes = sizeof values;
+  using Few = std::conditional_t<kBytes == 4, unsigned, unsigned short>;
+  using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, Few>>;
+  __stcg(reinterpret_cast<Word*>(to), reinterpret_cast<const Word&>(values));
+}
+
 // f(K), for the greatest power of two up to K that `width` is.
 template <int K, class F> __device__ __forceinline__ void with_width(unsigned width, const F& f) {
   if constexpr (K == 1) f(std::integral_constant<int, 1>());
@@ -67,7 +75,7 @@ template <int K, int kParts> struct JoinRows {
   }
 };
 
-template <int kParts> __global__ void __launch_bounds__(kPlaneThreads, 4) join_kernel(const __grid_constant__ Joined<kParts> all) {
+template <int kParts> __global__ void __launch_bounds__(kPlaneThreads, 3) join_kernel(const __grid_constant__ Joined<kParts> all) {
   await_previous_kernel();
   unsigned tile = blockIdx.x % all.tiles, which = 0;
   while (tile >= all.of[which].tiles) tile -= all.of[which++].tiles;
@@ -76,19 +84,19 @@ template <int kParts> __global__ void __launch_bounds__(kPlaneThreads, 4) join_k
     constexpr int K = decltype(width)::value;
     const JoinRows<K, kParts> rows(all, part, tile, blockIdx.x / all.tiles);
     Memory<value_t, K> values[kRowsAtOnce];
-    real bias[K] = {};
+    Memory<value_t, K> bias{};
     if (part.bias && rows.active)
 #pragma unroll
-      for (int i = 0; i < K; i++) bias[i] = real(part.bias[rows.channel + i]);
+      for (int i = 0; i < K; i++) bias.at[i] = part.bias[rows.channel + i];
     rows.each(
         [&](int k, int64_t own, int64_t) { values[k] = *reinterpret_cast<const Memory<value_t, K>*>(part.own + own); },
         [&](int k, int64_t, int64_t joined) {
 #pragma unroll
           for (int i = 0; i < K; i++) {
-            if (part.bias) values[k].at[i] = value_t(real(values[k].at[i]) + bias[i]);  // else -0 stays
+            if (part.bias) values[k].at[i] = value_t(real(values[k].at[i]) + real(bias.at[i]));  // else -0 stays
             if (part.rounds) values[k].at[i] = nearest_tf32(values[k].at[i]);
           }
-          *reinterpret_cast<Memory<value_t, K>*>(all.joined + joined) = values[k];
+          put(all.joined + joined, values[k]);
         },
         [] {});
   });
@@ -115,7 +123,7 @@ template <int kParts> __global__ void __launch_bounds__(kPlaneThreads, 3) split_
             few[i] += real(values[k].at[i]);
             if (part.rounds) values[k].at[i] = nearest_tf32(values[k].at[i]);
           }
-          if (part.own) *reinterpret_cast<Memory<value_t, K>*>(part.own + own) = values[k];
+          if (part.own) put(part.own + own, values[k]);
         },
         [&] {
           if (part.partial)

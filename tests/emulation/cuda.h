@@ -75,6 +75,7 @@ inline void __threadfence() {}
 template <class T, class U> T atomicAdd(T* at, U value) { return std::exchange(*at, *at + T(value)); }
 template <class T, class U> T atomicMax(T* at, U value) { return std::exchange(*at, max(*at, T(value))); }
 template <class T> void __stcs(T* at, T value) { *at = value; }
+template <class T> void __stcg(T* at, T value) { *at = value; }
 template <class T> T __ldcg(const T* at) { return *at; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = uint64_t(b) << 32 | a;
