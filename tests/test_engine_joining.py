@@ -19,6 +19,7 @@ from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import CTYPES
 from test_emulated import Emulated, around_ties, folder, gpu, guarded, library_of, remembers_nothing  # noqa: F401
 from test_engine_between import layouts  # noqa: F401
+from test_kernels_compile import entries, needs_nvcc, nvcc
 
 
 class Joined(nn.Module):
@@ -137,7 +138,7 @@ def test_what_is_not_joined(model):
 
 # ----------------------------------------------------------------------------------------------------------------- kernels
 
-CHANNELS = [(8, 4), (16, 8, 64), (3, 5), (1, 1), (2, 6, 1, 12), (6, 2), (40, 1030), (2060, 4)]
+CHANNELS = [(8, 4), (3, 4, 5), (16, 8, 64), (3, 5), (1, 1), (2, 6, 1, 12), (6, 2), (40, 1030), (2060, 4)]
 
 
 def to_tf32(t: torch.Tensor) -> torch.Tensor:
@@ -182,6 +183,17 @@ def test_kernels(dtype, channels, folder, guarded):  # noqa: F811
         again = [torch.full_like(t, float("nan")) for t in sums]
         kernels.split(*none, *again, dy, positions, *channels, *flags)  # sums alone
         assert all(map(torch.equal, sums, again))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("architecture, value", [("75", "half_t"), ("90a", "float")])
+def test_registers_suffice(architecture, value, tmp_path):
+    (path := tmp_path / "join.cu").write_text(joining.text((False, True, True)))
+    done = nvcc(path, architecture, [f"VALUE_T={value}"], tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = entries(done.stderr)
+    assert {"join_kernel", "split_kernel", "join_bias_kernel"} <= found.keys()
+    assert [name for name, entry in found.items() if entry.spilled] == []
 
 
 # ---------------------------------------------------------------------------------------------------------------- what runs
