@@ -12,7 +12,6 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -274,6 +273,7 @@ class Plan:
         return self.launch.run(a, *[grown(a[i], a[count + k]) for k, (i, grown) in enumerate(self.own)])[0]
 
     def backward(self, dy: Tensor, a: Sequence[Tensor], needs: tuple[bool, ...]) -> list[Tensor | None]:
+        check_memory(*a)  # which the library reads without a look
         if not dy.is_contiguous(memory_format=torch.channels_last):
             dy = dy.contiguous(memory_format=torch.channels_last)
         if needs not in self.splits:
@@ -309,9 +309,7 @@ class Plan:
         ]
         table.append(self.entry("from", argument=0))
         rounds = [i in own and self.rounds and own[i].differentiates_last for i in range(count)]
-        bind = functools.partial(
-            self.kernels.split.bound, *self._numbers(rounds), trusting=True, new=new_of(table)
-        )
+        bind = functools.partial(self.kernels.split.bound, *self._numbers(rounds), new=new_of(table))
         launch = Launch(bind, table, (dy,))
         places = {i: launch.made.index(f"part_{i}") for i in of if of[i]}
         biases = {
@@ -329,9 +327,8 @@ class Grown:
         self, t: Transposed, x: Tensor, weight: Tensor, shape: torch.Size, turns: Turns, rounds: bool
     ):
         self.t, self.settings, self.turns = t, _settings(t), turns
-        self.like = SimpleNamespace(
-            x=_like(x), weight=_like(weight), y=library.without_memory(x, shape, x.dtype)
-        )
+        self.like_y = library.without_memory(x, shape, x.dtype)
+        self.like_weight = library.without_memory(weight, weight.shape, x.dtype)
         self.image = turns.rounded(x) if rounds and not t.of_operand else None
         self.filters = turns.channels_last(weight, rounds)
 
@@ -349,24 +346,20 @@ class Grown:
         self, dy: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """dy: channels last, rounded where `differentiates_last`."""
-        turns, like = self.turns, self.like
+        turns = self.turns
         if self.differentiates_last:
             x = self.image(x) if self.image else x.contiguous(memory_format=torch.channels_last)
             filters = self.filters(weight)
         else:
-            dy, x, filters = turns.planes(like.y)(dy), x.contiguous(), weight
+            dy, x, filters = turns.planes(self.like_y)(dy), x.contiguous(), weight
         stride, padding, output_padding, groups, dilation = self.settings
         settings = None, stride, padding, dilation, True, output_padding, groups
         dx, dw, _ = _convolution_backward(dy, x, filters, *settings, (*wanted, False))
         if dx is not None:
             dx = dx.contiguous(memory_format=torch.channels_last)
         if dw is not None and library.is_channels_last(dw):
-            dw = turns.planes(like.weight)(dw)
+            dw = turns.planes(self.like_weight)(dw)
         return dx, dw if dw is None else dw.contiguous()
-
-
-def _like(t: Tensor) -> Tensor:
-    return library.without_memory(t, t.shape, t.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------ its source
