@@ -29,7 +29,7 @@ from .tracing import has_hooks
 OPERAND, KEPT, ENDS = "operand", "kept", "ends"
 FEWEST_CHANNELS = 32
 
-_MODULES = nn.MaxPool2d, nn.AvgPool2d, nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.GELU, nn.Identity
+_MODULES = nn.MaxPool2d, nn.AvgPool2d, nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.GELU
 _FUNCTIONS = {
     F.max_pool2d, F.avg_pool2d, F.relu, F.leaky_relu, F.silu, F.gelu, torch.relu, torch.add, torch.mul, operator.add, operator.mul
 }  # fmt: skip
@@ -135,7 +135,7 @@ def _is_operand(value: fx.Node, results: dict[Segment, str], model: nn.Module) -
         torch.relu,
         torch.cat,
     )
-    keeps = of_function or _module(value, model, nn.MaxPool2d, nn.ReLU, nn.Identity)
+    keeps = of_function or _module(value, model, nn.MaxPool2d, nn.ReLU)
     return bool(keeps) and all(_is_operand(each, results, model) for each in value.all_input_nodes)
 
 

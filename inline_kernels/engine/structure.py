@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import inline_loader
 
-from . import between, capture, support, timed
+from . import between, capture, chain, layouts, support, timed
 from .code import Code, without_memory
 from .edited import Edit, the_same_launcher
 from .guards import Guards, SideEffects, recorded
@@ -34,6 +34,7 @@ class Structure:
         self.kind, self.generation = kind, inline_loader.generation
         self.run = self.code = None
         self.parts: list[Part] = []
+        self.chains: list[chain.Chain] = []
         self.segments: Sequence = ()
         # Shared with the parts, from which there is no way here.
         self.asked, self.stale, self.counts = Asked(model), types.SimpleNamespace(is_so=False), Counts()
@@ -50,6 +51,7 @@ class Structure:
         by_value = captured.values if captured else frozenset()
         numbers = {name for segment in segments for name in segment.scalars} - by_value
         replaced = {name for segment in segments for name in called(segment)}
+        replaced |= captured.passed_by if captured else set()
         self.guards = Guards(model, base, reads, replaced, numbers)
         self.built, self.arguments = not segments, []
         if segments:
@@ -69,7 +71,10 @@ class Structure:
         self.code = Code(graph, captured.constants, captured.segments)
         self.graph = fx.Graph()  # which has no way to modules, as the captured one has
         self.graph.output(self.graph.graph_copy(graph, {}))
-        self.run = self.code.function(self.parts)
+        by_segment = dict(zip(self.segments, self.parts))
+        chained, places, calls = chain.chained(self.graph, by_segment)
+        self.chains = [call for call in calls if isinstance(call, chain.Chain)]
+        self.run = Code(chained, captured.constants, places).function(calls)
         if sum(bool(part.counters) for part in self.parts) > 1 and not _may_look(graph, model):
             self.run = self.counts.around(self.run)
 
@@ -105,8 +110,8 @@ class Structure:
         return True
 
     def _forget(self) -> None:
-        for part in {*self.parts, *vars(self).get("plain", ())}:
-            part.forget()
+        for each in {*self.parts, *vars(self).get("plain", ()), *self.chains}:
+            each.forget()
 
     def is_of(self, other: Structure) -> bool:
         """May it serve a model again that `other` serves? Not if it is of other modules, whose memory it would keep."""
@@ -177,6 +182,8 @@ class Structure:
             to_time = [one for decision in decided if decision.timing for one in decision.timing[1].values()]
             for decision in [*decided, *to_time]:
                 requests += [request for request in decision.requests if request not in requests]
+        if requests and self.chains and self.kind[1].type == "cuda":
+            requests.append(layouts.turning_request(self.kind[2]))
         if requests:
             with building(self.kind[1].type):
                 inline_loader.load_all(requests)
