@@ -175,7 +175,11 @@ _AT_ONCE = 8, 4, 2, 1  # by one launch: kernels/load/turned.cuh's kTurns, and fe
 
 def _turning_text() -> str:
     """The source that turns many tensors."""
-    text = ["// Tensors of many segments, turned by one launch", '#include "load/turned.cuh"\n']
+    text = [
+        "// Tensors of many segments, turned by one launch",
+        '#include "load/load.h"',
+        '#include "load/turned.cuh"\n',
+    ]
     for count in _AT_ONCE:
         each = range(count)
         tensors = [f"value_t* out{i}" for i in each] + [f"const value_t* source{i}" for i in each]
