@@ -2,9 +2,9 @@
 
 Called one by one, each segment costs the host a look at its situation, a node of autograd's graph, and on a GPU launches that turn its filters and
 their gradient for a library that convolves channels last. A chain costs one look and one node, and turns those of all its segments by a few
-launches. It decides nothing: it runs what its parts decided, in the situation in which they were called one by one first. Where a part keeps
-no decision that it could take (eager runs, something is drawn, autocast converts), its parts are called one by one, and so they are in training
-with torch.distributed, where gradients shall be on their way as soon as they are there.
+launches. It decides nothing: it runs what its parts decide. Where one of them doesn't run by a plan alone (eager runs, or is to be timed; autocast
+converts), they are called one by one, and so they are in training with torch.distributed, where gradients shall be on their way as soon as
+they are there.
 """
 
 from __future__ import annotations
@@ -140,11 +140,7 @@ class Chain:
             return self._decide(given, tensors, situation)
         if situation is not self.situations[0]:
             self._put_first(situation)
-        if situation.run is None:
-            return self._one_by_one(given)
-        if self.counters:
-            self.counts.raise_all(self.counters)
-        return situation.run(*tensors)
+        return self._run(situation, given, tensors)
 
     def forget(self) -> None:
         self.epoch += 1
@@ -154,13 +150,10 @@ class Chain:
         others = [other for other in self.situations if other is not situation]
         self.situations = [situation, *others[: _KEPT_SITUATIONS - 1]]
 
-    def _one_by_one(self, given: Sequence[Tensor], seen: Callable = lambda *_: None):
-        """seen(part, its inputs): after each call."""
+    def _one_by_one(self, given: Sequence[Tensor]):
         values = [*given, *[None] * (self.count - len(given) + len(self.parts))]
         for number, (part, places, drops) in enumerate(zip(self.parts, self.of, self.drops)):
-            inputs = [values[i] for i in places[: part.inputs]]
-            values[self.count + number] = part(*inputs)
-            seen(part, inputs)
+            values[self.count + number] = part(*[values[i] for i in places[: part.inputs]])
             for i in drops:
                 values[i] = None
         return self.found(values)
@@ -169,20 +162,28 @@ class Chain:
         return values[self.results[0]] if len(self.results) == 1 else tuple([values[i] for i in self.results])
 
     def _decide(self, given: tuple, tensors: tuple, situation: Situation):
-        """The first call in a situation: the parts' own, and what they decided for a chain, if all of them did."""
-        epoch, decided = self.epoch, []
-
-        def seen(part: Part, inputs: Sequence[Tensor]) -> None:
-            known = (*inputs, *part.tensors())
-            guarded = known if part.once is None else part.once(known)
-            decided.append(next((each for each in part.situations if each.holds(guarded)), None))
-
-        found = self._one_by_one(given, seen)
-        if all(decided) and epoch == self.epoch:  # else a part may decide at the next call
-            steps = [each.step for each in decided]
-            situation.decided, situation.run = True, _Run(self, steps).bound() if all(steps) else None
+        """The first call in a situation. From it on all calls save the same for backward, as who runs them again (checkpoints) expects."""
+        epoch, values, steps = self.epoch, [*tensors], []
+        for part, places in zip(self.parts, self.of):
+            step, like, for_good = part.foreseen([values[i] for i in places[: part.inputs]])
+            if step is None:
+                break
+            steps.append(step)
+            values.append(torch.empty_like(like, device=tensors[0].device).requires_grad_(step.saving))
+        else:
+            situation.run, for_good = _Run(self, steps).bound(), True
+        del values
+        situation.decided = True
+        if for_good and epoch == self.epoch:
             self._put_first(situation)
-        return found
+        return self._run(situation, given, tensors)
+
+    def _run(self, situation: Situation, given: tuple, tensors: tuple):
+        if situation.run is None:
+            return self._one_by_one(given)
+        if self.counters:
+            self.counts.raise_all(self.counters)
+        return situation.run(*tensors)
 
 
 class _Run:
@@ -192,11 +193,11 @@ class _Run:
         self.chain, self.steps = chain, steps
         self.picks = [*map(_picking, chain.of)]
         self.weights = [places[part.inputs] for part, places in zip(chain.parts, chain.of)]
-        self.turns = layouts.turning_all(
-            [step.plan.inner.filters if _by_library(step) else None for step in steps]
-        )
+        filters = [step.plan.inner.filters if _by_library(step) else None for step in steps]
+        self.turns = layouts.turning_all(filters)
         # Places of the values that backward reads, and of results without gradients.
-        self.kept = sorted({i for step, places in zip(steps, chain.of) if step.saving for i in places})
+        kept = {i for step, places in zip(steps, chain.of) if step.saving for i in places}
+        self.kept, self.drops = sorted(kept), [[i for i in own if i not in kept] for own in chain.drops]
         self.constant = [i for i in chain.results if not steps[i - chain.count].saving]
         self.saved = [0] * len(steps)  # how many tensors each part saves
         self.backs: dict[tuple, _Back] = {}  # by what is asked for
@@ -208,34 +209,32 @@ class _Run:
 
     def __call__(self, *tensors: Tensor):
         """Without gradients."""
-        return self._results(tensors, self.chain.drops, [])
+        return self.chain.found(self._computed(tensors)[0])
 
     def forward(self, ctx, tensors: Sequence[Tensor]):
-        saved: list[Tensor] = []
-        values: list = []
-        found = self._results(tensors, [()] * len(self.steps), saved, values)
+        values, saved = self._computed(tensors)
         ctx.to_save, ctx.materialize_grads = (*[values[i] for i in self.kept], *saved), False
         if self.constant:
             ctx.mark_non_differentiable(*[values[i] for i in self.constant])
-        return found
+        return self.chain.found(values)
 
-    def _results(
-        self, tensors: Sequence[Tensor], drops: Sequence, saved: list[Tensor], values: list | None = None
-    ):
-        """drops: by part, of which results nothing is left behind it. saved: gets what forward saves; values: all."""
-        chain, values = self.chain, [] if values is None else values
-        values += [*tensors, *[None] * len(self.steps)]
+    def _computed(self, tensors: Sequence[Tensor]) -> tuple[list, list[Tensor]]:
+        """All values, but for those that nothing needs behind the parts that read them, and what parts save for backward."""
+        chain, values, saved = self.chain, [*tensors, *[None] * len(self.steps)], []
         for i in chain.written:  # as eager's kernels do: autograd isn't told
             values[i] = values[i].data
-        turned = self.turns([values[i] for i in self.weights])
-        for number, (step, pick, dropped) in enumerate(zip(self.steps, self.picks, drops)):
+        turned, weights = [None] * len(self.steps), [values[i] for i in self.weights]
+        for number, (step, pick, drops) in enumerate(zip(self.steps, self.picks, self.drops)):
+            if number in self.turns:  # not all at once: until then there is memory for others
+                self.turns[number](weights, turned)
             a = pick(values) + step.constants
             y, *more = step.shared.forward(a, plan=step.plan, saving=step.saving, turned=turned[number])
             values[chain.count + number], turned[number], self.saved[number] = y, None, len(more)
             saved += more
-            for i in dropped:
+            a = y = None
+            for i in drops:
                 values[i] = None
-        return chain.found(values)
+        return values, saved
 
     def backward(self, dys: Sequence[Tensor | None], given: list, needs: tuple[bool, ...]) -> list:
         """The gradients of the chain's tensors. given: what forward saved, which is dropped as soon as it was read."""
@@ -264,7 +263,7 @@ class _Back:
 
     def __init__(self, run: _Run, needs: tuple[bool, ...]):
         chain, self.needs, self.results = run.chain, needs, run.chain.results
-        asked = {**dict(enumerate(needs))}
+        asked = dict(enumerate(needs))
         at = {place: i for i, place in enumerate(run.kept)}
         first, steps, free = len(at), [], set(at.values())
         for number, (step, places) in enumerate(zip(run.steps, chain.of)):
@@ -287,10 +286,11 @@ class _Back:
         for place, dy in zip(self.results, dys):
             gradients[place] = dy
         watched = is_watched()
-        turned = [None] * len(self.steps)
-        if self.turns and not watched:
-            turned = self.turns([each.pick(given)[each.step.shared.inputs] for each in self.steps])
+        turned, turns = [None] * len(self.steps), {} if watched else self.turns or {}
+        weights = [each.pick(given)[each.step.shared.inputs] for each in self.steps] if turns else ()
         for i, each in enumerate(self.steps):
+            if i in turns:
+                turns[i](weights, turned)
             dy, gradients[each.result] = gradients[each.result], None
             if dy is None:
                 continue
@@ -304,7 +304,7 @@ class _Back:
                 if need and gradient is not None:
                     known = gradients[place]
                     gradients[place] = gradient if known is None else known + gradient
-            turned[i] = None
+            turned[i] = a = saved = found = dy = None
             for at in each.frees:
                 given[at] = None
         if self.turns is None:
@@ -324,16 +324,15 @@ class _Back:
         self.turns = layouts.turning_all(filters)
 
     def _turn_back(self, gradients: list) -> None:
-        some = [(each.weight, turning) for each, turning in zip(self.steps, self.back)]
-        found = [turning and gradients[weight] for weight, turning in some]
-        as_planned = all(
-            t is not None and library.is_channels_last(t) for t, (_, turning) in zip(found, some) if turning
-        )
-        if as_planned:
-            found = self.turns_back(found)
-        for t, (weight, turning) in zip(found, some):
+        """Those of filters that the library gave channels last."""
+        found = [gradients[each.weight] if turning else None for each, turning in zip(self.steps, self.back)]
+        made: list[Tensor | None] = [*found]
+        if all(t is not None and library.is_channels_last(t) for t, each in zip(found, self.back) if each):
+            for run in self.turns_back.values():
+                run(found, made)
+        for t, each, turning in zip(made, self.steps, self.back):
             if turning and t is not None:
-                gradients[weight] = t.contiguous()
+                gradients[each.weight] = t.contiguous()
 
 
 def _by_library(step: Step) -> bool:

@@ -199,9 +199,10 @@ def turning_request(dtype: torch.dtype) -> dict:
     return {"name": "turn", "source": _turning_text(), "device": "cuda", "defines": defines}
 
 
-def turning_all(turnings: Sequence[Turning | None]) -> Callable[[Sequence[Tensor | None]], list]:
-    """Of tensors for which there is one what it makes of them, of others None, by few launches. All are on one device."""
-    jobs, empty_like = [], torch.empty_like
+def turning_all(turnings: Sequence[Turning | None]) -> dict[int, Callable[[Sequence[Tensor], list], None]]:
+    """By few launches, for tensors of which some are turned: at the first of each launch's what turns its own, run(tensors, found). All are on one
+    device."""
+    jobs = {}
     kinds = dict.fromkeys((each.turn.like.dtype, each.rounds) for each in turnings if each)
     for dtype, rounds in kinds:
         own = [
@@ -213,20 +214,22 @@ def turning_all(turnings: Sequence[Turning | None]) -> Callable[[Sequence[Tensor
         for count in _AT_ONCE:
             while len(own) >= count:
                 some, own = own[:count], own[count:]
-                turns = [turnings[i].turn for i in some]
-                numbers = [number for turn in turns for number in turn.numbers]
-                last = [i + k * count for k in (0, 1) for i, turn in enumerate(turns) if turn.last[k]]
-                launcher = getattr(kernels, f"turn_{count}").bound
-                launch = launcher(*numbers, rounds, trusting=True, new=count, last=last)
-                jobs.append((launch, [*zip(some, turns)]))
+                jobs[some[0]] = _job(kernels, some, [turnings[i].turn for i in some], rounds)
+    return jobs
 
-    def run(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        found = [None] * len(turnings)
-        for launch, some in jobs:
-            for i, turn in some:
-                found[i] = empty_like(turn.like)
-            launch(*[found[i] for i, _ in some], *[turn.source(tensors[i]) for i, turn in some])
-        return found
+
+def _job(kernels, some: Sequence[int], turns: Sequence[_Turn], rounds: bool) -> Callable:
+    count, empty_like = len(some), torch.empty_like
+    numbers = [number for turn in turns for number in turn.numbers]
+    last = [i + k * count for k in (0, 1) for i, turn in enumerate(turns) if turn.last[k]]
+    bind = getattr(kernels, f"turn_{count}").bound
+    launch = bind(*numbers, rounds, trusting=True, new=count, last=last)
+
+    def run(tensors: Sequence[Tensor], found: list) -> None:
+        made = [empty_like(turn.like) for turn in turns]
+        launch(*made, *[turn.source(tensors[i]) for i, turn in zip(some, turns)])
+        for i, t in zip(some, made):
+            found[i] = t
 
     return run
 

@@ -213,6 +213,15 @@ class Part:
             return situation.run(*tensors)
         return situation.run(*tensors, *drawing.drawn(tensors[0], situation.drawn, False))
 
+    def foreseen(self, given: Sequence[Tensor]) -> tuple[Step | None, Tensor | None, bool]:
+        """For a chain: what runs, and what its result is like, without memory; or None, and whether that is for good. Nothing is computed."""
+        decision = self.decision(tuple(given))
+        if decision.timing or decision.runs == "eager":
+            return None, None, not decision.timing
+        tensors = (*given, *self.tensors())
+        check_memory(*tensors)
+        return self._bound(tensors, None, decision)[1], decision.like, True
+
     def watched(self, *given):
         """The same where something sees operators by themselves, or a derivative goes forward: nothing is kept."""
         decision = self.decision(given)
@@ -230,7 +239,7 @@ class Part:
         """The first call in a situation, and what keeps the decision."""
         if any([isinstance(t, Tensor) and t.is_meta for t in given]):  # which a plan may be asked for
             return self.eager(*given)
-        epoch, decision, run, drawn, step = self.epoch, self.decision(given), None, None, None
+        epoch, decision, run, drawn = self.epoch, self.decision(given), None, None
         self._refuse(decision, given)
         if decision.timing:
             tensors = (*given, *self.tensors())
@@ -243,12 +252,11 @@ class Part:
             tensors = (*given, *self.tensors())
             check_memory(*tensors)  # which what is kept looks at in passing
             drawn = self._draws() if self.segment.random else None
-            run, step = self._bound(tensors, drawn, decision)
-            run = self._counted(run)
+            run = self._counted(self._bound(tensors, drawn, decision)[0])
         elif self.able:  # eager's by choice: no longer where TF32 is another
             run = functools.partial(_run_eager, self.eager_code, self.model, self.inputs)
         if situation is not None and epoch == self.epoch:
-            situation.decided, situation.run, situation.drawn, situation.step = True, run, drawn, step
+            situation.decided, situation.run, situation.drawn = True, run, drawn
             self._put_first(situation)
         if run is None or decision.runs == "eager":
             return self.eager(*given)

@@ -154,7 +154,7 @@ def obstacle(tensors: Sequence[Tensor], names: Sequence[str], weight: int, weigh
 class Situation:
     """What a decision for tensors depends on, as it was: classes, shapes, strides, dtypes, devices, alignment, requires_grad, the modes of
     gradients and autocast, TF32. And, once there is one, the decision: `run(*tensors)` gives the result; None: eager does. `drawn`:
-    None, or run takes random numbers, too, and this says whether they are wanted. `step`: the same for a chain, or None.
+    None, or run takes random numbers, too, and this says whether they are wanted.
 
     Raises TypeError, RuntimeError or ValueError for what PyTorch's guards know no situation of: no tensor, or one that stands for two;
     and RuntimeError, as `holds` does, where the memory of one was freed.
@@ -170,7 +170,6 @@ class Situation:
         "decided",
         "run",
         "drawn",
-        "step",
     )
 
     def __init__(self, tensors: tuple[Tensor, ...]):
@@ -179,7 +178,7 @@ class Situation:
         self.alike, self.gradients, self.autocast = guards.check, is_grad_enabled(), autocast_dtype(x)
         self.addresses = [*map(data_ptr, tensors)]  # the last that were looked at
         self.tf32, self.alignment = precision(x), _alignment(self.addresses, tensors)
-        self.decided, self.run, self.drawn, self.step = False, None, None, None
+        self.decided, self.run, self.drawn = False, None, None
 
     def holds(self, tensors: tuple[Tensor, ...]) -> bool:
         """Is all as it was? What is eager's whatever the alignment and TF32 isn't asked for those."""
