@@ -110,6 +110,7 @@ class Chain:
             for part, node in zip(parts, run)
         ]
         self.results = [place[node] for node in results]
+        self.found = _finding(self.results)
         self.written = sorted({places[i] for part, places in zip(parts, self.of) for i in part.updated})
         last = {place: number for number, places in enumerate(self.of) for place in places}
         # Of results, by part, those that nothing needs behind it.
@@ -158,9 +159,6 @@ class Chain:
                 values[i] = None
         return self.found(values)
 
-    def found(self, values: Sequence):
-        return values[self.results[0]] if len(self.results) == 1 else tuple([values[i] for i in self.results])
-
     def _decide(self, given: tuple, tensors: tuple, situation: Situation):
         """The first call in a situation. From it on all calls save the same for backward, as who runs them again (checkpoints) expects."""
         epoch, values, steps = self.epoch, [*tensors], []
@@ -187,10 +185,11 @@ class Chain:
 
 
 class _Run:
-    """What a chain runs in a situation."""
+    """What a chain runs in a situation. It has no way to the chain."""
 
     def __init__(self, chain: Chain, steps: Sequence[Step]):
-        self.chain, self.steps = chain, steps
+        self.steps, self.of, self.count = steps, chain.of, chain.count
+        self.results, self.found, self.written = chain.results, chain.found, chain.written
         self.picks = [*map(_picking, chain.of)]
         self.weights = [places[part.inputs] for part, places in zip(chain.parts, chain.of)]
         filters = [step.plan.inner.filters if _by_library(step) else None for step in steps]
@@ -209,19 +208,19 @@ class _Run:
 
     def __call__(self, *tensors: Tensor):
         """Without gradients."""
-        return self.chain.found(self._computed(tensors)[0])
+        return self.found(self._computed(tensors)[0])
 
     def forward(self, ctx, tensors: Sequence[Tensor]):
         values, saved = self._computed(tensors)
         ctx.to_save, ctx.materialize_grads = (*[values[i] for i in self.kept], *saved), False
         if self.constant:
             ctx.mark_non_differentiable(*[values[i] for i in self.constant])
-        return self.chain.found(values)
+        return self.found(values)
 
     def _computed(self, tensors: Sequence[Tensor]) -> tuple[list, list[Tensor]]:
         """All values, but for those that nothing needs behind the parts that read them, and what parts save for backward."""
-        chain, values, saved = self.chain, [*tensors, *[None] * len(self.steps)], []
-        for i in chain.written:  # as eager's kernels do: autograd isn't told
+        values, saved = [*tensors, *[None] * len(self.steps)], []
+        for i in self.written:  # as eager's kernels do: autograd isn't told
             values[i] = values[i].data
         turned, weights = [None] * len(self.steps), [values[i] for i in self.weights]
         for number, (step, pick, drops) in enumerate(zip(self.steps, self.picks, self.drops)):
@@ -229,7 +228,7 @@ class _Run:
                 self.turns[number](weights, turned)
             a = pick(values) + step.constants
             y, *more = step.shared.forward(a, plan=step.plan, saving=step.saving, turned=turned[number])
-            values[chain.count + number], turned[number], self.saved[number] = y, None, len(more)
+            values[self.count + number], turned[number], self.saved[number] = y, None, len(more)
             saved += more
             a = y = None
             for i in drops:
@@ -262,12 +261,12 @@ class _Back:
     """A chain's backward for what is asked for, from the last part to the first."""
 
     def __init__(self, run: _Run, needs: tuple[bool, ...]):
-        chain, self.needs, self.results = run.chain, needs, run.chain.results
+        self.needs, self.results = needs, run.results
         asked = dict(enumerate(needs))
         at = {place: i for i, place in enumerate(run.kept)}
         first, steps, free = len(at), [], set(at.values())
-        for number, (step, places) in enumerate(zip(run.steps, chain.of)):
-            result, own = chain.count + number, [asked[i] for i in places]
+        for number, (step, places) in enumerate(zip(run.steps, run.of)):
+            result, own = run.count + number, [asked[i] for i in places]
             asked[result] = step.saving and any(own)
             kept = slice(first, first + run.saved[number])
             first = kept.stop
@@ -278,7 +277,7 @@ class _Back:
                 weight = run.weights[number] if run.weights.count(run.weights[number]) == 1 else None
                 pick = _picking(reads)
                 steps.append(_BackStep(number, step, places, own, pick, kept, frees, result, weight))
-        self.steps, self.size = steps[::-1], chain.count + len(run.steps)
+        self.steps, self.size = steps[::-1], run.count + len(run.steps)
         self.turns = self.turns_back = None  # once backward has run
 
     def __call__(self, dys: Sequence[Tensor | None], given: list) -> list:
@@ -338,6 +337,11 @@ class _Back:
 def _by_library(step: Step) -> bool:
     """Does its plan turn filters for a library's convolution, or its gradients?"""
     return type(step.plan.inner) is schedule.Plan
+
+
+def _finding(results: Sequence[int]) -> Callable:
+    """Gives of all values the result, or a tuple of them."""
+    return itemgetter(*results)
 
 
 def _picking(places: Sequence[int]) -> Callable:
