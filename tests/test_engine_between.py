@@ -139,9 +139,9 @@ def layouts(gpu, monkeypatch):  # noqa: F811
     found = []
     convolve = library.convolve
 
-    def noted(how, x, weight, operands=None):
+    def noted(how, x, *given):
         found.append(library.is_channels_last(x))
-        return convolve(how, x, weight, operands)
+        return convolve(how, x, *given)
 
     monkeypatch.setattr(library, "convolve", noted)
     monkeypatch.setattr(library, "may_run_tf32", lambda x: x.dtype == torch.float32)
@@ -182,9 +182,9 @@ def test_operands_are_rounded(name, layouts, monkeypatch):
     seen = []
     backward = library.convolve_backward
 
-    def noted(how, dz, x, weight, needs, operands=None):
-        seen.extend([] if how.is_nothing else [dz, *operands(x, weight)])
-        return backward(how, dz, x, weight, needs, operands)
+    def noted(how, dz, x, weight, needs, operands=None, turned=None):
+        seen.extend([] if how.is_nothing else [dz, *operands(x, weight, turned)])
+        return backward(how, dz, x, weight, needs, operands, turned)
 
     monkeypatch.setattr(library, "convolve_backward", noted)
     torch.manual_seed(0)

@@ -727,22 +727,23 @@ def test_arguments_of_forward():
 def made(monkeypatch):
     """made() is how many captures and how many decisions there were since it was asked last."""
     counts = [0, 0]
-    capture, decide = structure._capture, parts.Part._decide
 
-    def counted_capture(*arguments):
-        counts[0] += 1
-        return capture(*arguments)
+    def counted(owner, name: str, which: int) -> None:
+        call = getattr(owner, name)
 
-    def counted_decide(self, *arguments):
-        counts[1] += 1
-        return decide(self, *arguments)
+        def called(*arguments):
+            counts[which] += 1
+            return call(*arguments)
+
+        monkeypatch.setattr(owner, name, called)
 
     def since():
         found, counts[:] = tuple(counts), [0, 0]
         return found
 
-    monkeypatch.setattr(structure, "_capture", counted_capture)
-    monkeypatch.setattr(parts.Part, "_decide", counted_decide)
+    counted(structure, "_capture", 0)
+    counted(parts.Part, "_decide", 1)
+    counted(parts.Part, "foreseen", 1)  # for a chain
     return since
 
 

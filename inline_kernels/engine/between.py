@@ -35,7 +35,7 @@ FEWEST_CHANNELS = 32
 MOST_PARTS = 32  # of a Join
 
 _JOINS = torch.cat, torch.concat, torch.concatenate
-_MODULES = nn.MaxPool2d, nn.AvgPool2d, nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.GELU, nn.Identity
+_MODULES = nn.MaxPool2d, nn.AvgPool2d, nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.GELU
 _FUNCTIONS = {
     F.max_pool2d, F.avg_pool2d, F.relu, F.leaky_relu, F.silu, F.gelu, torch.relu, torch.add, torch.mul, operator.add, operator.mul
 }  # fmt: skip
@@ -213,7 +213,7 @@ def _is_operand(value: fx.Node, results: dict, model: nn.Module) -> bool:
     if known := results.get(value) or results.get(value.target):
         return known == OPERAND
     of_function = value.op == "call_function" and value.target in (F.max_pool2d, F.relu, torch.relu, *_JOINS)
-    keeps = of_function or _module(value, model, nn.MaxPool2d, nn.ReLU, nn.Identity)
+    keeps = of_function or _module(value, model, nn.MaxPool2d, nn.ReLU)
     return bool(keeps) and all(_is_operand(each, results, model) for each in value.all_input_nodes)
 
 

@@ -17,6 +17,7 @@ from .context import Context, conv_arguments, is_norm
 from .growth import Growth, grown_from, name_of
 from .ops import NotAccepted
 from .segment import Segment
+from .support import altered
 from .tracing import NotCaptured, trace
 
 __all__ = ["Captured", "NotCaptured", "capture"]
@@ -26,7 +27,8 @@ class Captured(NamedTuple):
     """`module`: its graph's nodes `call_function(segments[i])` take the values of the segment's inputs; get_attr and call_module targets
     are the model's qualified names, or `constants`'. `inlined`: modules that were traced through. `values`: qualified names of attributes
     whose value the capture used. `opaque`: modules that couldn't be traced through, with the reason. `optional`: arguments of forward
-    that were left at their default. `remarks`: what became of convolutions without a segment."""
+    that were left at their default. `remarks`: what became of convolutions without a segment. `passed_by`: modules that give what they are
+    given, whose calls are left out."""
 
     module: fx.GraphModule
     segments: list[Segment]
@@ -36,6 +38,7 @@ class Captured(NamedTuple):
     opaque: dict[str, str]
     optional: dict[str, Any]
     remarks: dict[str, str]
+    passed_by: frozenset[str]
 
 
 def capture(model: nn.Module, training: bool, x_dim: int, bare: bool = False) -> Captured:
@@ -44,6 +47,7 @@ def capture(model: nn.Module, training: bool, x_dim: int, bare: bool = False) ->
     if training != model.training:
         raise ValueError(f"training={training}, and the model's own is {model.training}")
     traced = trace(model)
+    passed_by = _without_identities(traced.graph, model)
     context = Context(model, traced, x_dim, bare)
     remarks: dict[str, str] = {}
     grown: list[Growth] = []
@@ -72,7 +76,20 @@ def capture(model: nn.Module, training: bool, x_dim: int, bare: bool = False) ->
         opaque=traced.opaque,
         optional=traced.optional,
         remarks=remarks,
+        passed_by=passed_by,
     )
+
+
+def _without_identities(graph: fx.Graph, model: nn.Module) -> frozenset[str]:
+    """Takes the calls of nn.Identity out of the graph, but of those that somebody changed; gives their names."""
+    found = set()
+    for node in graph.nodes:
+        module = model.get_submodule(node.target) if node.op == "call_module" else None
+        if type(module) is nn.Identity and not altered(node.target, module) and len(node.args) == 1:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            found.add(node.target)
+    return frozenset(found)
 
 
 def _replaced(context: Context, grown: Sequence[Growth], segments: Sequence[Segment]) -> fx.Graph:

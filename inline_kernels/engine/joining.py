@@ -24,6 +24,7 @@ from inline_kernels.loader.operators import check_memory
 from . import between, library, precision, support
 from .between import OPERAND, Join, Transposed
 from .cases import CTYPES
+from .chain import Place
 from .launching import ANYWHERE, Entry, Launch, new_of
 from .layouts import Turns
 from .part import building
@@ -42,33 +43,33 @@ def replaced(captured, model: nn.Module) -> set[str]:
     return {name for name in found if type(model.get_submodule(name)) is nn.ConvTranspose2d}
 
 
-def joined(captured, model: nn.Module, segments: Sequence) -> tuple[fx.Graph, list[Joiner]]:
-    """The captured graph with `Joiner`s in the place of what they stand for, and them. segments: those that run."""
+def joined(captured, model: nn.Module, segments: Sequence) -> tuple[fx.Graph, list[Place], list[Joiner]]:
+    """The captured graph with places for `Joiner`s, and these. segments: those that run."""
     found = between.joins(captured, model, segments)
-    graph, values, joiners = fx.Graph(), {}, []
+    graph, values, places, joiners = fx.Graph(), {}, [], []
     for node in captured.module.graph.nodes:
         if node not in found:
             values[node] = graph.node_copy(node, values.__getitem__)
             continue
-        join, parts = found[node], node.args[0]
-        given = [value.args[0] if t else value for t, value in zip(join.parts, parts)]
-        joiners.append(Joiner(join, len(joiners), model))
+        join = found[node]
+        given = [value.args[0] if t else value for t, value in zip(join.parts, node.args[0])]
+        places.append(Place())
+        joiners.append(Joiner(join, model))
         joiners[-1].guard_once(given)
-        values[node] = graph.call_function(joiners[-1], tuple(values[x] for x in given))
+        values[node] = graph.call_function(places[-1], tuple(values[x] for x in given))
     for node, join in found.items():
         for value, t in zip(node.args[0], join.parts):
             if t:
                 graph.erase_node(values[value])
-    return graph, joiners
+    return graph, places, joiners
 
 
 class Joiner:
     """A Join of one model: called with its parts, the x of a transposed convolution in the place of its result. What it decided in a situation it
     keeps."""
 
-    def __init__(self, join: Join, number: int, model: nn.Module):
+    def __init__(self, join: Join, model: nn.Module):
         self.join = join
-        self.__name__, self.__module__ = f"join_{number}", "inline_kernels.engine"
         self.modules = [t and model.get_submodule(t.name) for t in join.parts]
         own = [(module._parameters, t.has_bias) for module, t in zip(self.modules, join.parts) if t]
         self.sources = [(table, "weight") for table, _ in own] + [

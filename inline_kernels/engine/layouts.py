@@ -13,7 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import inline_loader
+
 from . import between, library, precision
+from .cases import CTYPES
 
 PLANES, TURNED, FOR_TF32, UNITS = range(4)  # kernels/load/turned.cuh's
 
@@ -147,6 +150,102 @@ class Turns:
         return self.launches[key]
 
 
+class Turning(NamedTuple):
+    """How a weight, or its gradient, is turned. rounds: to TF32."""
+
+    turn: _Turn
+    rounds: bool
+
+    @classmethod
+    def of(cls, like: Tensor, to_last: bool, rounds: bool = False) -> Turning | None:
+        """None: it stays where it is."""
+        if library.is_channels_last(like):
+            return None
+        turn = _Turn.of(like, to_last)
+        return cls(turn, rounds) if rounds or turn.moves else None
+
+    def back(self) -> Turning | None:
+        """Of what lies so into planes."""
+        turn = _Turn.of(self.turn.like, False)
+        return Turning(turn, False) if turn.moves else None
+
+
+_AT_ONCE = 8, 4, 2, 1  # by one launch: kernels/load/turned.cuh's kTurns, and fewer
+
+
+def _turning_text() -> str:
+    """The source that turns many tensors."""
+    text = [
+        "// Tensors of many segments, turned by one launch",
+        '#include "load/load.h"',
+        '#include "load/turned.cuh"\n',
+    ]
+    for count in _AT_ONCE:
+        each = range(count)
+        tensors = [f"value_t* out{i}" for i in each] + [f"const value_t* source{i}" for i in each]
+        numbers = [f"int64_t N{i}, int64_t rows{i}, int64_t columns{i}" for i in each]
+        turns = [f"load::turn_of(out{i}, source{i}, N{i}, rows{i}, columns{i})" for i in each]
+        text += [
+            f"EXPORT void turn_{count}({', '.join([*tensors, *numbers])}, bool for_tf32, cudaStream_t stream) {{",
+            f"  load::turn({{{', '.join(turns)}}}, for_tf32, stream);",
+            "}",
+        ]
+    return "\n".join(text) + "\n"
+
+
+def turning_request(dtype: torch.dtype) -> dict:
+    """What is built for `turning_all`."""
+    defines = dict.fromkeys(("VALUE_T", "OUTPUT_T", "PARAMETER_T"), CTYPES[dtype])
+    return {"name": "turn", "source": _turning_text(), "device": "cuda", "defines": defines}
+
+
+def turning_all(turnings: Sequence[Turning | None]) -> dict[int, Callable[[Sequence[Tensor], list], None]]:
+    """By few launches, for tensors of which some are turned: at the first of each launch's what turns its own, run(tensors, found). All are on one
+    device."""
+    jobs = {}
+    kinds = dict.fromkeys((each.turn.like.dtype, each.rounds) for each in turnings if each)
+    for dtype, rounds in kinds:
+        own = [
+            i
+            for i, each in enumerate(turnings)
+            if each and (each.turn.like.dtype, each.rounds) == (dtype, rounds)
+        ]
+        kernels = inline_loader.load(**turning_request(dtype))
+        for count in _AT_ONCE:
+            while len(own) >= count:
+                some, own = own[:count], own[count:]
+                jobs[some[0]] = _job(kernels, some, [turnings[i].turn for i in some], rounds)
+    return jobs
+
+
+def _job(kernels, some: Sequence[int], turns: Sequence[_Turn], rounds: bool) -> Callable:
+    count, empty_like = len(some), torch.empty_like
+    numbers = [number for turn in turns for number in turn.numbers]
+    last = [i + k * count for k in (0, 1) for i, turn in enumerate(turns) if turn.last[k]]
+    bind = getattr(kernels, f"turn_{count}").bound
+    launch = bind(*numbers, rounds, trusting=True, new=count, last=last)
+
+    def run(tensors: Sequence[Tensor], found: list) -> None:
+        made = [empty_like(turn.like) for turn in turns]
+        launch(*made, *[turn.source(tensors[i]) for i, turn in zip(some, turns)])
+        for i, t in zip(some, made):
+            found[i] = t
+
+    return run
+
+
+class Operands:
+    """Of x and a weight what the library takes channels last: both by one launch where one can do it; or x alone, beside filters that are turned
+    already. filters: how they are; None: they come as they are."""
+
+    def __init__(self, of_x: Callable, of_weight: Callable, filters: Turning | None = None, of_both=None):
+        self.of_x, self.filters = of_x, filters
+        self.of_both = of_both or _of_each(of_x, of_weight)
+
+    def __call__(self, x: Tensor, weight: Tensor, turned: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.of_both(x, weight) if turned is None else (self.of_x(x), turned)
+
+
 def _by(launch: Callable, like: Tensor, source: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     empty_like = torch.empty_like
 
@@ -179,41 +278,49 @@ def image_of(plan, x: Tensor, layout: int) -> Callable[[Tensor], Tensor]:
     return _itself if segment.of_operand else plan.turns.rounded(x)
 
 
-def convolving(plan, x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Gives v of an x and a weight like these, as forward's passes read it: channels last where `plan.last` or `plan.layout`."""
+def convolving(plan, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], Turning | None]:
+    """What gives v of an x and a weight like these, as forward's passes read it: channels last where `plan.last` or `plan.layout`. And how it
+    turns the filters; it takes turned ones as its third argument."""
     if plan.own:
-        return plan.own
+        return plan.own, None
     how, image = plan.convolution, image_of(plan, x, plan.runs)
     if not (plan.last or plan.runs):
-        return lambda x, weight: library.convolve(how, image(x), weight)
+        return lambda x, weight: library.convolve(how, image(x), weight), None
     how, operands = _operands(plan, x, weight, plan.runs)
     if not (plan.last or plan.layout):
         in_planes = plan.turns.planes(_like_v(plan, x))
-        return lambda x, weight: in_planes(library.convolve(how, image(x), weight, operands))
+
+        def run(x: Tensor, weight: Tensor, turned: Tensor | None = None) -> Tensor:
+            return in_planes(library.convolve(how, image(x), weight, operands, turned))
+
+        return run, operands.filters
     layout = library.channels_last(x)
 
-    def last(x: Tensor, weight: Tensor) -> Tensor:
-        v = library.convolve(how, image(x), weight, operands)
+    def last(x: Tensor, weight: Tensor, turned: Tensor | None = None) -> Tensor:
+        v = library.convolve(how, image(x), weight, operands, turned)
         return library.aligned(v, layout) if v is x else v.contiguous(memory_format=layout)
 
-    return last
+    return last, operands.filters
 
 
 def differentiating(
     plan, x: Tensor, weight: Tensor, wanted: Sequence[bool], layout: int, turned: bool
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
-    """Gives of dz, x and the weight the gradients of x and the weight that are wanted, by the library in that layout. turned: does dz come channels
-    last?"""
+) -> tuple[Callable[..., tuple[Tensor | None, Tensor | None]], Turning | None]:
+    """What gives of dz, x and the weight the gradients of x and the weight that are wanted, by the library in that layout; and how it turns the
+    filters. Given turned ones as its fourth argument it leaves the weight's gradient as the library gives it. turned: does dz come channels last?"""
     how, image = plan.convolution, image_of(plan, x, layout)
     in_planes = layout == PLANES and (not plan.last or between.rounds(plan.segment, x))
     if in_planes and not how.is_nothing:
         of_dz = plan.turns.planes(_like_v(plan, x)) if turned else _itself
-        return lambda dz, x, weight: library.convolve_backward(how, of_dz(dz), image(x), weight, wanted)
+        return lambda dz, x, weight: library.convolve_backward(how, of_dz(dz), image(x), weight, wanted), None
     how, operands = _operands(plan, x, weight, plan.runs if plan.last else layout)
     of_dz, results = _of_gradient(plan, x, layout, turned), _results(plan, how, x, weight)
-    return lambda dz, x, weight: results(
-        *library.convolve_backward(how, of_dz(dz), image(x), weight, wanted, operands)
-    )
+
+    def run(dz: Tensor, x: Tensor, weight: Tensor, turned: Tensor | None = None) -> tuple:
+        found = library.convolve_backward(how, of_dz(dz), image(x), weight, wanted, operands, turned)
+        return results(*found, turned is not None)
+
+    return run, operands.filters
 
 
 def _of_gradient(plan, x: Tensor, layout: int, turned: bool) -> Callable[[Tensor], Tensor]:
@@ -242,12 +349,14 @@ def _results(plan, how: library.Convolution, x: Tensor, weight: Tensor) -> Calla
             dx[:, :, ::down, ::across] = met
             return dx
 
-    def results(dx: Tensor | None, dw: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def results(dx: Tensor | None, dw: Tensor | None, leaves_dw: bool) -> tuple[Tensor | None, Tensor | None]:
         is_last = dw is not None and library.is_channels_last(dw)
-        if dx is not None and is_last and of_both:
+        if dx is not None and is_last and of_both and not leaves_dw:
             return of_both(dx, dw)
-        dw = of_dw(dw) if is_last else dw
-        return dx if dx is None else of_dx(dx), dw if dw is None else dw.contiguous(memory_format=lies)
+        dx = dx if dx is None else of_dx(dx)
+        if dw is None or is_last and leaves_dw:
+            return dx, dw
+        return dx, (of_dw(dw) if is_last else dw).contiguous(memory_format=lies)
 
     return results
 
@@ -257,19 +366,21 @@ def _like_v(plan, x: Tensor) -> Tensor:
     return library.without_memory(x, shape, plan.value_dtype)
 
 
-def _operands(plan, x: Tensor, weight: Tensor, layout: int) -> tuple[library.Convolution, Callable]:
-    """The library's convolution, and what gives of x and the weight its operands channels last. Filters of one place that meet only some of x's
-    positions are given these alone. Where eager's are channels last, all is as it is."""
+def _operands(plan, x: Tensor, weight: Tensor, layout: int) -> tuple[library.Convolution, Operands]:
+    """The library's convolution, and its operands channels last. Filters of one place that meet only some of x's positions are given these
+    alone. Where eager's are channels last, all is as it is."""
     how, turns, rounds = plan.convolution, plan.turns, layout == FOR_TF32
     if plan.last and not plan.segment.result:
-        return how, _of_each(_itself, _itself)
+        return how, Operands(_itself, _itself)
+    filters, of_weight = Turning.of(weight, True, rounds), turns.channels_last(weight, rounds)
     if how.around:  # then the library's x is a larger one
         of_x = lambda image: turns.channels_last(image, rounds)(image)  # noqa: E731
-        return how, _of_each(of_x, turns.channels_last(weight, rounds))
+        return how, Operands(of_x, of_weight, filters)
     stride, padding, *rest = how.settings
     meets_all = math.prod(stride) == 1 or any(padding) or plan.last
     if x.dim() != 4 or math.prod(weight.shape[2:]) > 1 or meets_all or library.is_channels_last(x):
-        return how, turns.both_channels_last(x, weight, rounds)
+        of_both = turns.both_channels_last(x, weight, rounds)
+        return how, Operands(turns.channels_last(x, rounds), of_weight, filters, of_both)
     once = (1, 1)
     how = how._replace(settings=(once, padding, *rest), behind=(how.behind[0], once, *how.behind[2:]))
-    return how, _of_each(turns.met(x, stride, rounds), turns.channels_last(weight, rounds))
+    return how, Operands(turns.met(x, stride, rounds), of_weight, filters)

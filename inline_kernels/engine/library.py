@@ -191,11 +191,17 @@ def _itself(x: Tensor, *_) -> Tensor:
     return x
 
 
-def convolve(how: Convolution, x: Tensor, weight: Tensor, operands: Callable | None = None) -> Tensor:
-    """v, contiguous; or, of the operands that are made of x and the weight, as the library gives it."""
+def convolve(
+    how: Convolution,
+    x: Tensor,
+    weight: Tensor,
+    operands: Callable | None = None,
+    turned: Tensor | None = None,
+) -> Tensor:
+    """v, contiguous; or, of the operands that are made of x and the weight, as the library gives it. turned: that of the weight, which is there."""
     x = how.image(x) if how.around else x
     if operands:
-        return how.run(*operands(x, weight), None, *how.settings)
+        return how.run(*operands(x, weight, turned), None, *how.settings)
     return how.run(x, weight, None, *how.settings).contiguous()
 
 
@@ -206,9 +212,10 @@ def convolve_backward(
     weight: Tensor,
     needs: Sequence[bool],
     operands: Callable | None = None,
+    turned: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and weight that are needed; that of weight lies as the weight does, or, of the operands that are made of x and the weight,
-    as the library gives it."""
+    as the library gives it. turned: as `convolve` has it."""
     if how.is_nothing:
         return dz if needs[0] else None, None
     image = x
@@ -218,7 +225,7 @@ def convolve_backward(
             padded = how.image(x)
         image = padded.detach()
     if operands:
-        image, weight = operands(image, weight)
+        image, weight = operands(image, weight, turned)
     dx, dw, _ = _convolution_backward(dz, image, weight, *how.behind, (*needs, False))
     if needs[0] and how.around:
         (dx,) = torch.autograd.grad(padded, x, dx)

@@ -149,18 +149,20 @@ class SegmentOperator:
         self._failed: dict[tuple, str] = {}  # for what its kernels can't be built, and why
         self.reference = Reference(self, segment, modules, others)
 
-        def forward(a, *, plan, saving):
-            found, layout = schedule.forward(plan.inner, a), plan.layout
+        def forward(a, *, plan, saving, turned=None):
+            given = (plan.inner, a) if turned is None else (plan.inner, a, turned)
+            found, layout = schedule.forward(*given), plan.layout
             if not layout.is_there:
                 found = [layout.laid_out(found[0]), *found[1:]]
             return found if saving else found[:1]
 
         forward.__annotations__["a"] = self.arguments
+        self.forward = forward
         self.operator = loader_operators.declare(
             f"fused_{name}_{segment.digest}{'_exact' * exact_order}{getattr(schedule, 'digest', '')}",
             forward,
             shapes=self._shapes,
-            backward=self._backward,
+            backward=self.backward,
             gradients=self._gradients,
             plan=self._plan,
         )
@@ -221,17 +223,25 @@ class SegmentOperator:
         layout = Layout(like, case.last and getattr(inner, "last", False))
         return SimpleNamespace(inner=inner, layout=layout, dx_format=dx_format)
 
-    def _backward(
-        self, dy: Tensor, a: tuple, *saved: Tensor, plan: SimpleNamespace, needs: Sequence[bool]
+    def backward(
+        self,
+        dy: Tensor,
+        a: tuple,
+        *saved: Tensor,
+        plan: SimpleNamespace,
+        needs: Sequence[bool],
+        turned: Tensor | None = None,
     ) -> list:
+        """turned: the filters, as schedule.turns_filters says; where it is given, their gradient lies as those do."""
         x, weight = a[0], a[self.inputs]
         if x.data_ptr() < LOW or weight.data_ptr() < LOW:
             check_memory(x, weight)  # what copies and convolves reads without a look
+        given = (dy, a, saved, needs) if turned is None else (dy, a, saved, needs, turned)
         if _is_any_autocast_enabled():  # forward chose the dtypes; a region around backward may not
             with torch.autocast(dy.device.type, enabled=False):
-                found = self.schedule.backward(plan.inner, dy, a, saved, needs)
+                found = self.schedule.backward(plan.inner, *given)
         else:
-            found = self.schedule.backward(plan.inner, dy, a, saved, needs)
+            found = self.schedule.backward(plan.inner, *given)
         if found[0] is not None:
             found[0] = found[0].contiguous(memory_format=plan.dx_format)
         return found + [None] * (len(needs) - len(found))

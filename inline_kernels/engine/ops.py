@@ -835,7 +835,6 @@ _RUNNING = {**_same("running_mean", "running_var"), **_same("weight", "bias")}
 _NORM = {**_same("momentum", "eps", "training", "track_running_stats")}
 
 MODULES: dict[type[nn.Module], ModuleRow] = {
-    nn.Identity: ModuleRow("identity"),
     nn.ReLU: ModuleRow("relu", _same("inplace")),
     nn.ReLU6: ModuleRow("relu6", _same("inplace")),
     nn.LeakyReLU: ModuleRow("leaky_relu", _same("negative_slope", "inplace")),

@@ -45,6 +45,16 @@ def options_of(model: nn.Module) -> Options:
     return getattr(model, "_options", Options())
 
 
+class Step(NamedTuple):
+    """What a segment runs in a situation, for a chain: `shared`'s forward and backward by that plan, the numbers behind its tensors, and is
+    there a backward?"""
+
+    shared: SegmentOperator
+    plan: types.SimpleNamespace
+    constants: tuple
+    saving: bool
+
+
 class Asked:
     """The variant that a module of `fused(Model)` is asked for, and the schedules that may run it; None: all."""
 
@@ -78,6 +88,14 @@ class Counts(threading.local):
                 count_batches(due)
 
         return counted
+
+    def raise_all(self, tables: Sequence[dict]) -> None:
+        """Those of batch norms, of their buffers."""
+        raised = [count for buffers in tables if (count := buffers["num_batches_tracked"]) is not None]
+        if self.due is None:
+            count_batches(raised)
+        else:
+            self.due += raised
 
 
 def count_batches(counters: Sequence[Tensor]) -> None:
@@ -132,6 +150,11 @@ class Part:
         self.eager_code = Code(segment.eager, constants).function()
         counters = [update.mean_buffer.rpartition(".")[0] for update in segment.updates]
         self.counters = [model.get_submodule(name)._buffers for name in counters]
+
+    @property
+    def updated(self) -> range:
+        """The places of the tensors that are written."""
+        return range(len(self.names) - len(self.own.updated), len(self.names))
 
     def guard_once(self, given: Sequence) -> None:
         """given: what tells the inputs apart. Guards take no tensor that stands for two."""
@@ -190,6 +213,15 @@ class Part:
             return situation.run(*tensors)
         return situation.run(*tensors, *drawing.drawn(tensors[0], situation.drawn, False))
 
+    def foreseen(self, given: Sequence[Tensor]) -> tuple[Step | None, Tensor | None, bool]:
+        """For a chain: what runs, and what its result is like, without memory; or None, and whether that is for good. Nothing is computed."""
+        decision = self.decision(tuple(given))
+        if decision.timing or decision.runs == "eager":
+            return None, None, not decision.timing
+        tensors = (*given, *self.tensors())
+        check_memory(*tensors)
+        return self._bound(tensors, None, decision)[1], decision.like, True
+
     def watched(self, *given):
         """The same where something sees operators by themselves, or a derivative goes forward: nothing is kept."""
         decision = self.decision(given)
@@ -220,7 +252,7 @@ class Part:
             tensors = (*given, *self.tensors())
             check_memory(*tensors)  # which what is kept looks at in passing
             drawn = self._draws() if self.segment.random else None
-            run = self._counted(self._bound(tensors, drawn, decision))
+            run = self._counted(self._bound(tensors, drawn, decision)[0])
         elif self.able:  # eager's by choice: no longer where TF32 is another
             run = functools.partial(_run_eager, self.eager_code, self.model, self.inputs)
         if situation is not None and epoch == self.epoch:
@@ -239,8 +271,11 @@ class Part:
         others = [other for other in self.situations if other is not situation]
         self.situations = [situation, *others[: _KEPT_SITUATIONS - 1]]
 
-    def _bound(self, tensors: tuple, drawn: bool | None, decision: Decision) -> Callable | None:
-        """run(*tensors, *drawn), as short as can be; None where its kernels can't be built. It counts no batches."""
+    def _bound(
+        self, tensors: tuple, drawn: bool | None, decision: Decision
+    ) -> tuple[Callable | None, Step | None]:
+        """run(*tensors, *drawn), as short as can be; None where its kernels can't be built. It counts no batches. And the same for a chain, where
+        nothing is drawn or converted first."""
         shared, x = self._shared(decision), tensors[0]
         constants, autocast = self._constants(decision), self._autocast(decision, tensors)
         needs_gradient = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
@@ -250,17 +285,17 @@ class Part:
             plan = shared.operator.plan(arguments, saving=needs_gradient)
         if not built:
             shared.failed(arguments, needs_gradient, built.reason)
-            return None
+            return None, None
         run = shared.bound(plan if autocast is None else None, constants, needs_gradient)
         if autocast is not None:
-            run = functools.partial(_run_autocast, run, autocast, self.inputs)
-        return run
+            return functools.partial(_run_autocast, run, autocast, self.inputs), None
+        return run, Step(shared, plan, constants, needs_gradient) if drawn is None else None
 
     def _counted(self, run: Callable | None) -> Callable | None:
         if run is None or not self.counters:
             return run
-        first = len(self.names) - len(self.own.updated)
-        return functools.partial(_run_counted, run, self.counters, self.counts, first, len(self.names))
+        first, last = self.updated.start, self.updated.stop
+        return functools.partial(_run_counted, run, self.counters, self.counts, first, last)
 
     def trial(
         self, decision: Decision, tensors: Sequence[Tensor], gradients: Sequence[bool]
@@ -278,7 +313,7 @@ class Part:
             given = copies[: self.inputs]
         else:
             drawn = self._draws() if self.segment.random else None
-            run, given = self._bound(copies, drawn, decision), (*copies, *_undrawn(copies[0], drawn))
+            run, given = self._bound(copies, drawn, decision)[0], (*copies, *_undrawn(copies[0], drawn))
 
         def step() -> None:
             y = run(*given)
@@ -460,11 +495,7 @@ def _run_counted(
     run: Callable, counters: Sequence[dict], counts: Counts, first: int, last: int, *varying
 ) -> Tensor:
     """run, which writes to the running statistics, as eager's kernels do: autograd isn't told. And counts the batches."""
-    raised = [count for buffers in counters if (count := buffers["num_batches_tracked"]) is not None]
-    if counts.due is None:
-        count_batches(raised)
-    else:
-        counts.due += raised
+    counts.raise_all(counters)
     return run(*varying[:first], *[t.data for t in varying[first:last]], *varying[last:])
 
 

@@ -52,6 +52,7 @@ class Plan:
     kernels: object = None
     convolution: library.Convolution | None = None
     convolve: Callable | None = None  # gives v of x and the weight, as forward's passes read it
+    filters: layouts.Turning | None = None  # how it turns the latter first, which a chain does for it
     own: Callable | None = None  # the same, contiguous, in the library's place
     layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
@@ -143,7 +144,7 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
     _divide(found, case.arguments)
     found.pieces = () if piece else _pieces(found, case, edited)
     _set_launch(found, case.arguments, piece)
-    found.convolve = layouts.convolving(found, case.x, case.weight)
+    found.convolve, found.filters = layouts.convolving(found, case.x, case.weight)
     return found
 
 
@@ -372,15 +373,15 @@ def _lies_last(plan: Plan, program: Program, array: Array, comes_in: bool) -> bo
 # -------------------------------------------------------------------------------------------------------------- execution
 
 
-def forward(plan: Plan, arguments: Sequence) -> Sequence[Tensor]:
-    """y, and what backward needs."""
+def forward(plan: Plan, arguments: Sequence, turned: Tensor | None = None) -> Sequence[Tensor]:
+    """y, and what backward needs. turned: the filters as `plan.filters` turns them."""
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
     x, weight = arguments[0], arguments[len(plan.segment.inputs)]
     if divided := plan.strips.get("forward"):
         given = divided.image.of(x), weight.contiguous()
     else:
-        v = plan.convolve(x, weight)
+        v = plan.convolve(x, weight) if turned is None else plan.convolve(x, weight, turned)
         given = (v, v) if plan.in_place else (v,)
     return plan.results([*given, *plan.launch.run(arguments, *given)])
 
@@ -398,8 +399,8 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
 class Back(NamedTuple):
     """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
     the convolution's), those that are `converted` then; dz; dweight, where it is our own; passes. `library` gives of dz, x and the weight
-    the gradients of the latter, None where it isn't asked; `ours` that of the weight, and that of x where the library isn't asked for it;
-    input_gradient: so does, of x, a launcher of the source."""
+    the gradients of the latter, None where it isn't asked, and turns the `filters` first; `ours` that of the weight, and that of x where the library
+    isn't asked for it; input_gradient: so does, of x, a launcher of the source."""
 
     launch: Launch | None
     gradients: Sequence[int | None]
@@ -408,14 +409,21 @@ class Back(NamedTuple):
     dweight: int | None = None
     passes: int | None = None
     library: Callable | None = None
+    filters: layouts.Turning | None = None
     ours: Callable | None = None
     input_gradient: bool = False
 
 
 def backward(
-    plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
+    plan: Plan,
+    dy: Tensor,
+    arguments: Sequence,
+    saved: Sequence[Tensor],
+    needs: Sequence[bool],
+    turned: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """The gradients of inputs, parameters and buffers (None), contiguous but for that of x."""
+    """The gradients of inputs, parameters and buffers (None), contiguous but for that of x. turned: the filters as `Back.filters` turns them; their
+    gradient then lies as those do."""
     weight_at = len(plan.segment.inputs)
     x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
     back, made, passes = plan.backward.get((*asked, True)) or _back(plan, *asked, True, arguments), (), 1
@@ -439,7 +447,8 @@ def backward(
     elif back.dz is not None:
         dz = made[back.dz]
         if back.library:
-            found[0], found[weight_at] = back.library(dz, x, weight)
+            given = (dz, x, weight) if turned is None else (dz, x, weight, turned)
+            found[0], found[weight_at] = back.library(*given)
         if back.ours:
             own_dx, found[weight_at] = back.ours(dz, x, weight)
             found[0] = own_dx if own_dx is not None else found[0]
@@ -452,6 +461,12 @@ def backward(
 
 def _lying(t: Tensor, layout: torch.memory_format) -> Tensor:
     return library.aligned(t, layout) if t.data_ptr() % 16 or not t.is_contiguous(memory_format=layout) else t
+
+
+def turns_filters(plan: Plan, needs: Sequence[bool]) -> layouts.Turning | None:
+    """How backward for that turns the filters, once it has run."""
+    back = plan.backward.get((needs[0], needs[len(plan.segment.inputs)], True))
+    return back and back.filters
 
 
 def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
@@ -492,6 +507,10 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     launch = launch_of(
         side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
     )
+    given_by_library, filters = None, None
+    if any(of_library):
+        last = bool(side.last or side.layout)
+        given_by_library, filters = layouts.differentiating(plan, x, weight, of_library, layout, last)
     place = {name: i for i, name in enumerate(launch.made)}
     found = [place[root.name] if root else None for root in map(roots.get, names)]
     return Back(
@@ -501,9 +520,8 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         place["dz"] if roots["z"] else None,
         place["dweight"] if own else None,
         place.get("passes"),
-        layouts.differentiating(plan, x, weight, of_library, layout, bool(side.last or side.layout))
-        if any(of_library)
-        else None,
+        given_by_library,
+        filters,
         gradients.planned(way, segment, x, weight, dx) if way else None,
         dx and not of_library[0] and not way,
     )

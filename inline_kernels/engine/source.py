@@ -33,10 +33,10 @@ from .small_text import SmallText
 
 # A whole array, turned: from (N, rows, columns) to (N, columns, rows); or of images the positions that strides meet.
 TRANSPOSE = """EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool for_tf32, cudaStream_t stream) {
-  load::turn(load::turn_of(out, source, N, rows, columns), {}, for_tf32, stream);
+  load::turn({load::turn_of(out, source, N, rows, columns)}, for_tf32, stream);
 }
 EXPORT void transpose_both(value_t* out, value_t* other_out, const value_t* source, const value_t* other, int64_t N, int64_t rows, int64_t columns, int64_t other_N, int64_t other_rows, int64_t other_columns, bool for_tf32, cudaStream_t stream) {
-  load::turn(load::turn_of(out, source, N, rows, columns), load::turn_of(other_out, other, other_N, other_rows, other_columns), for_tf32, stream);
+  load::turn({load::turn_of(out, source, N, rows, columns), load::turn_of(other_out, other, other_N, other_rows, other_columns)}, for_tf32, stream);
 }
 EXPORT void transpose_picked(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t height, int64_t width, int64_t down, int64_t across, bool for_tf32, cudaStream_t stream) {
   load::transpose_picked(out, source, N, rows, height, width, down, across, for_tf32, stream);

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import inline_loader
 
-from . import between, capture, joining, support, timed
+from . import between, capture, chain, joining, layouts, support, timed
 from .code import Code, without_memory
 from .edited import Edit, the_same_launcher
 from .guards import Guards, SideEffects, recorded
@@ -34,7 +34,8 @@ class Structure:
         self.kind, self.generation = kind, inline_loader.generation
         self.run = self.code = None
         self.parts: list[Part] = []
-        self.joiners: Sequence = ()
+        self.chains: list[chain.Chain] = []
+        self.joiners: list[joining.Joiner] = []
         self.segments: Sequence = ()
         # Shared with the parts, from which there is no way here.
         self.asked, self.stale, self.counts = Asked(model), types.SimpleNamespace(is_so=False), Counts()
@@ -51,6 +52,7 @@ class Structure:
         by_value = captured.values if captured else frozenset()
         numbers = {name for segment in segments for name in segment.scalars} - by_value
         replaced = {name for segment in segments for name in called(segment)}
+        replaced |= captured.passed_by if captured else set()
         replaced |= joining.replaced(captured, model) if segments else set()
         self.guards = Guards(model, base, reads, replaced, numbers)
         self.built, self.arguments = not segments, []
@@ -71,11 +73,12 @@ class Structure:
         self.code = Code(graph, captured.constants, captured.segments)
         self.graph = fx.Graph()  # which has no way to modules, as the captured one has
         self.graph.output(self.graph.graph_copy(graph, {}))
-        joined, self.joiners = joining.joined(captured, model, laid_out)
-        code = (
-            Code(joined, captured.constants, [*self.segments, *self.joiners]) if self.joiners else self.code
-        )
-        self.run = code.function([*self.parts, *self.joiners])
+        by_segment = dict(zip(self.segments, self.parts))
+        joined, joins, self.joiners = joining.joined(captured, model, laid_out)
+        chained, places, calls = chain.chained(joined, by_segment)
+        self.chains = [call for call in calls if isinstance(call, chain.Chain)]
+        code = Code(chained, captured.constants, [*places, *joins])
+        self.run = code.function([*calls, *self.joiners])
         if sum(bool(part.counters) for part in self.parts) > 1 and not _may_look(graph, model):
             self.run = self.counts.around(self.run)
 
@@ -111,8 +114,8 @@ class Structure:
         return True
 
     def _forget(self) -> None:
-        for part in {*self.parts, *self.joiners, *vars(self).get("plain", ())}:
-            part.forget()
+        for each in {*self.parts, *vars(self).get("plain", ()), *self.chains, *self.joiners}:
+            each.forget()
 
     def is_of(self, other: Structure) -> bool:
         """May it serve a model again that `other` serves? Not if it is of other modules, whose memory it would keep."""
@@ -183,6 +186,8 @@ class Structure:
             to_time = [one for decision in decided if decision.timing for one in decision.timing[1].values()]
             for decision in [*decided, *to_time]:
                 requests += [request for request in decision.requests if request not in requests]
+        if requests and self.chains and self.kind[1].type == "cuda":
+            requests.append(layouts.turning_request(self.kind[2]))
         for each in self.joiners:
             requests += [request for request in each.request(self.kind[2]) if request not in requests]
         if requests:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NewType, get_type_hints
 
@@ -326,12 +327,36 @@ def _backward_of(backward: Callable, plans: bool, together: bool) -> Callable:
     return called
 
 
-def _one_by_one(gradients: Callable, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients for each dy of a batch that torch.autograd.grad(..., is_grads_batched=True) shows as one."""
+def backward_seldom(
+    backward: Callable, ctx, dys: Sequence[Tensor | None], who: str
+) -> tuple[Tensor | None, ...]:
+    """backward(ctx, *dys) of an autograd.Function, where somebody asked for the graph of its gradients, or
+    torch.autograd.grad(..., is_grads_batched=True) shows a batch of dys as one."""
+    if torch.is_grad_enabled():
+        return _Once.apply(who, functools.partial(backward, ctx, *dys), *dys, *ctx.saved_tensors)
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    found = zip(*[gradients(each) for each in torch._remove_batch_dim(dy, level, 0, 0)])
+    batches = [
+        torch._remove_batch_dim(dy, level, 0, 0)
+        if dy is not None and is_legacy_batchedtensor(dy)
+        else itertools.repeat(dy)
+        for dy in dys
+    ]
+    found = zip(*[backward(ctx, *each) for each in zip(*batches)])
     return tuple([f[0] if f[0] is None else torch._add_batch_dim(torch.stack(f), 0, level) for f in found])
+
+
+class _Once(torch.autograd.Function):
+    """Gradients: whoever goes back through them meets an error on every way."""
+
+    @staticmethod
+    def forward(ctx, who: str, gradients: Callable, *given: Tensor | None):
+        ctx.who = who
+        return gradients()
+
+    @staticmethod
+    def backward(ctx, *ddy):
+        raise RuntimeError(f"{ctx.who} can't be differentiated twice")
 
 
 def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
@@ -355,8 +380,10 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
         return result
 
     def backward(ctx, dy):
-        if dy is None or is_grad_enabled() or is_legacy_batchedtensor(dy):
-            return backward_seldom(ctx, dy)
+        if dy is None:  # whoever used the result has no gradient for it
+            return None, *(None,) * count, *others
+        if is_grad_enabled() or is_legacy_batchedtensor(dy):
+            return backward_seldom(backward, ctx, (dy,), operator.name)
         given, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : count + 1]
         arguments, plan = given[:count] + ctx.numbers, ctx.plan
         if is_watched():
@@ -370,24 +397,6 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
         if False in needs:
             found = [gradient if need else None for gradient, need in zip(found, needs)]
         return None, *found, *others
-
-    def backward_seldom(ctx, dy):
-        if dy is None:  # whoever used the result has no gradient for it
-            return None, *(None,) * count, *others
-        if torch.is_grad_enabled():
-            return Once.apply(ctx, dy, *ctx.saved_tensors)
-        return _one_by_one(functools.partial(backward, ctx), dy)
-
-    class Once(torch.autograd.Function):
-        """The gradients, where somebody asked for their graph: whoever goes back through it meets an error on every way."""
-
-        @staticmethod
-        def forward(_, ctx, dy, *given):
-            return backward(ctx, dy)
-
-        @staticmethod
-        def backward(_, *ddy):
-            raise RuntimeError(f"{operator.name} can't be differentiated twice")
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(operator.name, (torch.autograd.Function,), methods)  # profilers show <name>Backward

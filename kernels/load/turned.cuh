@@ -6,6 +6,7 @@
 // kRowVector.
 #pragma once
 #include <algorithm>
+#include <initializer_list>
 
 #include "core/vector.cuh"
 #include "load/planes.cuh"
@@ -316,7 +317,7 @@ struct Turn {
   Turning turning;
   unsigned blocks;
 };
-constexpr int kTurns = 2;
+constexpr int kTurns = 8;  // of a launch, at most
 struct Turns {
   Turn of[kTurns];
 };
@@ -324,7 +325,8 @@ struct Turns {
 __global__ void __launch_bounds__(kPlaneThreads, 4) transpose_kernel(const __grid_constant__ Turns turns, bool for_tf32) {
   await_previous_kernel();
   __shared__ __align__(16) value_t shared[kSquare * (kSquare + 1) * kPair];
-  const unsigned which = blockIdx.x >= turns.of[0].blocks, block = blockIdx.x - (which ? turns.of[0].blocks : 0);
+  unsigned which = 0, block = blockIdx.x;
+  while (block >= turns.of[which].blocks) block -= turns.of[which++].blocks;
   const Turn& turn = turns.of[which];
   const Turning& turning = turn.turning;
   value_t* const out = turn.out;
@@ -369,16 +371,19 @@ inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows
   if (rows == 1 || columns == 1) rows *= N * columns, N = columns = 1;  // elements stay where they are
   return turn_of(out, source, N, rows, columns, Picked{unsigned(columns)});
 }
-inline void turn(const Turn& one, const Turn& other, bool for_tf32, cudaStream_t stream) {
-  const unsigned blocks = one.blocks + other.blocks;
-  if (blocks) launch_early(transpose_kernel, blocks, kPlaneThreads, stream, Turns{{one, other}}, for_tf32);
+inline void turn(std::initializer_list<Turn> all, bool for_tf32, cudaStream_t stream) {
+  Turns turns{};
+  std::copy(all.begin(), all.end(), turns.of);
+  unsigned blocks = 0;
+  for (const Turn& each : all) blocks += each.blocks;
+  if (blocks) launch_early(transpose_kernel, blocks, kPlaneThreads, stream, turns, for_tf32);
 }
 // source (N, rows, height, width) -> out (N, positions, rows), of each down-th row and each across-th column.
 inline void transpose_picked(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t height, int64_t width, int64_t down,
                              int64_t across, bool for_tf32, cudaStream_t stream) {
   const int64_t columns = (width - 1) / across + 1, positions = ((height - 1) / down + 1) * columns;
   const Picked picked{unsigned(height * width), unsigned(width), unsigned(columns), unsigned(down), unsigned(across)};
-  turn(turn_of(out, source, N, rows, positions, picked), {}, for_tf32, stream);
+  turn({turn_of(out, source, N, rows, positions, picked)}, for_tf32, stream);
 }
 
 }  // namespace load

@@ -1,0 +1,369 @@
+"""Segments that follow one another as one operator: a chain.
+
+Called one by one, each segment costs the host a look at its situation, a node of autograd's graph, and on a GPU launches that turn its filters and
+their gradient for a library that convolves channels last. A chain costs one look and one node, and turns those of all its segments by a few
+launches. It decides nothing: it runs what its parts decide. Where one of them doesn't run by a plan alone (eager runs, or is to be timed; autocast
+converts), they are called one by one, and so they are in training with torch.distributed, where gradients shall be on their way as soon as
+they are there.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx, is_grad_enabled
+from torch._C import _is_any_autocast_enabled
+from torch._C._functorch import is_legacy_batchedtensor
+
+from inline_kernels.loader.operators import backward_seldom, is_watched
+
+from . import layouts, library, schedule
+from .part import Part, Step
+from .support import Situation
+
+_KEPT_SITUATIONS = 16  # of one chain, the last met
+_is_distributed = torch.distributed.is_initialized if torch.distributed.is_available() else bool
+
+
+class Place:
+    """Stands in a graph for what is called there: graphs die late, and have no way to what they run."""
+
+    __name__ = "place"
+
+    def __call__(self, *given: Tensor):
+        raise TypeError("nothing runs in a graph")
+
+
+def chained(
+    graph: fx.Graph, parts: Mapping[Callable, Part]
+) -> tuple[fx.Graph, list[Place], list[Chain | Part]]:
+    """graph with places for what it calls: chains of segments that follow one another, and parts that are alone. parts: by the segments that
+    the graph calls."""
+    runs = [run for run in _runs(graph, parts) if len(run) > 1]
+    inside, ends = {node for run in runs for node in run}, {run[-1]: run for run in runs}
+    made, values, places, called = fx.Graph(), {}, [], []
+    for node in graph.nodes:
+        if node in ends:
+            run = ends[node]
+            given = [*dict.fromkeys(a for one in run for a in one.args if a not in run)]
+            results = [one for one in run if any(user not in run for user in one.users)]
+            called.append(Chain([parts[one.target] for one in run], run, given, results))
+            call = made.call_function(Place(), tuple(values[a] for a in given))
+            places.append(call.target)
+            if len(results) == 1:
+                values[results[0]] = call
+            else:
+                for i, one in enumerate(results):
+                    values[one] = made.call_function(operator.getitem, (call, i))
+        elif node not in inside:
+            values[node] = made.node_copy(node, values.__getitem__)
+            if node.target in parts:
+                called.append(parts[node.target])
+                values[node].target = Place()
+                places.append(values[node].target)
+    return made, places, called
+
+
+def _runs(graph: fx.Graph, parts: Mapping[Callable, Part]) -> list[list[fx.Node]]:
+    """Calls of segments between which nothing else is computed. What draws random numbers is in none."""
+    found: list[list[fx.Node]] = [[]]
+    for node in graph.nodes:
+        if node.target in parts and not node.target.random:
+            found[-1].append(node)
+        elif node.op not in ("placeholder", "get_attr"):
+            found.append([])
+    return found
+
+
+class Chain:
+    """Called with its inputs it gives its result, or a tuple of them. Values have places: inputs first, then the parts' own tensors, each once,
+    then a result of each part."""
+
+    __name__ = "chain"
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        run: Sequence[fx.Node],
+        given: Sequence[fx.Node],
+        results: Sequence[fx.Node],
+    ):
+        self.parts, self.epoch = parts, 0
+        self.situations: list[Situation] = []
+        own: dict[tuple[int, str], int] = {}  # by table and name: a tensor that two parts have
+        self.sources = []
+        for part in parts:
+            for table, last in part.sources:
+                if own.setdefault((id(table), last), len(given) + len(own)) == len(given) + len(self.sources):
+                    self.sources.append((table, last))
+        self.count = len(given) + len(self.sources)
+        place = {node: i for i, node in enumerate(given)} | {
+            node: self.count + i for i, node in enumerate(run)
+        }
+        self.of = [  # the places of each part's tensors
+            [*[place[a] for a in node.args], *[own[id(table), last] for table, last in part.sources]]
+            for part, node in zip(parts, run)
+        ]
+        self.results = [place[node] for node in results]
+        self.found = _finding(self.results)
+        self.written = sorted({places[i] for part, places in zip(parts, self.of) for i in part.updated})
+        last = {place: number for number, places in enumerate(self.of) for place in places}
+        # Of results, by part, those that nothing needs behind it.
+        self.drops = [
+            [
+                i
+                for i, number in last.items()
+                if number == own_number and i >= self.count and i not in self.results
+            ]
+            for own_number in range(len(parts))
+        ]
+        self.counters = [table for part in parts for table in part.counters]
+        self.counts = parts[0].counts
+
+    def __call__(self, *given: Tensor):
+        if _is_any_autocast_enabled() or _is_distributed() and is_grad_enabled():
+            return self._one_by_one(given)
+        try:
+            tensors = (*given, *[table[last] for table, last in self.sources])
+            for situation in self.situations:
+                if situation.holds(tensors):
+                    break
+            else:
+                situation = Situation(tensors)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # as in Part.__call__
+            return self._one_by_one(given)
+        if not situation.decided:
+            return self._decide(given, tensors, situation)
+        if situation is not self.situations[0]:
+            self._put_first(situation)
+        return self._run(situation, given, tensors)
+
+    def forget(self) -> None:
+        self.epoch += 1
+        self.situations = []
+
+    def _put_first(self, situation: Situation) -> None:
+        others = [other for other in self.situations if other is not situation]
+        self.situations = [situation, *others[: _KEPT_SITUATIONS - 1]]
+
+    def _one_by_one(self, given: Sequence[Tensor]):
+        values = [*given, *[None] * (self.count - len(given) + len(self.parts))]
+        for number, (part, places, drops) in enumerate(zip(self.parts, self.of, self.drops)):
+            values[self.count + number] = part(*[values[i] for i in places[: part.inputs]])
+            for i in drops:
+                values[i] = None
+        return self.found(values)
+
+    def _decide(self, given: tuple, tensors: tuple, situation: Situation):
+        """The first call in a situation. From it on all calls save the same for backward, as who runs them again (checkpoints) expects."""
+        epoch, values, steps = self.epoch, [*tensors], []
+        for part, places in zip(self.parts, self.of):
+            step, like, for_good = part.foreseen([values[i] for i in places[: part.inputs]])
+            if step is None:
+                break
+            steps.append(step)
+            values.append(torch.empty_like(like, device=tensors[0].device).requires_grad_(step.saving))
+        else:
+            situation.run, for_good = _Run(self, steps).bound(), True
+        del values
+        situation.decided = True
+        if for_good and epoch == self.epoch:
+            self._put_first(situation)
+        return self._run(situation, given, tensors)
+
+    def _run(self, situation: Situation, given: tuple, tensors: tuple):
+        if situation.run is None:
+            return self._one_by_one(given)
+        if self.counters:
+            self.counts.raise_all(self.counters)
+        return situation.run(*tensors)
+
+
+class _Run:
+    """What a chain runs in a situation. It has no way to the chain."""
+
+    def __init__(self, chain: Chain, steps: Sequence[Step]):
+        self.steps, self.of, self.count = steps, chain.of, chain.count
+        self.results, self.found, self.written = chain.results, chain.found, chain.written
+        self.picks = [*map(_picking, chain.of)]
+        self.weights = [places[part.inputs] for part, places in zip(chain.parts, chain.of)]
+        filters = [step.plan.inner.filters if _by_library(step) else None for step in steps]
+        self.turns = layouts.turning_all(filters)
+        # Places of the values that backward reads, and of results without gradients.
+        kept = {i for step, places in zip(steps, chain.of) if step.saving for i in places}
+        self.kept, self.drops = sorted(kept), [[i for i in own if i not in kept] for own in chain.drops]
+        self.constant = [i for i in chain.results if not steps[i - chain.count].saving]
+        self.saved = [0] * len(steps)  # how many tensors each part saves
+        self.backs: dict[tuple, _Back] = {}  # by what is asked for
+
+    def bound(self) -> Callable:
+        if any([step.saving for step in self.steps]):
+            return functools.partial(super(torch.autograd.Function, _Function).apply, self)
+        return self
+
+    def __call__(self, *tensors: Tensor):
+        """Without gradients."""
+        return self.found(self._computed(tensors)[0])
+
+    def forward(self, ctx, tensors: Sequence[Tensor]):
+        values, saved = self._computed(tensors)
+        ctx.to_save, ctx.materialize_grads = (*[values[i] for i in self.kept], *saved), False
+        if self.constant:
+            ctx.mark_non_differentiable(*[values[i] for i in self.constant])
+        return self.found(values)
+
+    def _computed(self, tensors: Sequence[Tensor]) -> tuple[list, list[Tensor]]:
+        """All values, but for those that nothing needs behind the parts that read them, and what parts save for backward."""
+        values, saved = [*tensors, *[None] * len(self.steps)], []
+        for i in self.written:  # as eager's kernels do: autograd isn't told
+            values[i] = values[i].data
+        turned, weights = [None] * len(self.steps), [values[i] for i in self.weights]
+        for number, (step, pick, drops) in enumerate(zip(self.steps, self.picks, self.drops)):
+            if number in self.turns:  # not all at once: until then there is memory for others
+                self.turns[number](weights, turned)
+            a = pick(values) + step.constants
+            y, *more = step.shared.forward(a, plan=step.plan, saving=step.saving, turned=turned[number])
+            values[self.count + number], turned[number], self.saved[number] = y, None, len(more)
+            saved += more
+            a = y = None
+            for i in drops:
+                values[i] = None
+        return values, saved
+
+    def backward(self, dys: Sequence[Tensor | None], given: list, needs: tuple[bool, ...]) -> list:
+        """The gradients of the chain's tensors. given: what forward saved, which is dropped as soon as it was read."""
+        if needs not in self.backs:
+            self.backs[needs] = _Back(self, needs)
+        return self.backs[needs](dys, given)
+
+
+class _BackStep(NamedTuple):
+    """Backward of a part. places: of its tensors; pick: gives those of what forward saved; kept: what it saved itself there; frees: what nobody
+    reads behind it there; result: its place; weight: its filters', if no other part has them."""
+
+    number: int
+    step: Step
+    places: Sequence[int]
+    needs: Sequence[bool]
+    pick: Callable
+    kept: slice
+    frees: Sequence[int]
+    result: int
+    weight: int | None
+
+
+class _Back:
+    """A chain's backward for what is asked for, from the last part to the first."""
+
+    def __init__(self, run: _Run, needs: tuple[bool, ...]):
+        self.needs, self.results = needs, run.results
+        asked = dict(enumerate(needs))
+        at = {place: i for i, place in enumerate(run.kept)}
+        first, steps, free = len(at), [], set(at.values())
+        for number, (step, places) in enumerate(zip(run.steps, run.of)):
+            result, own = run.count + number, [asked[i] for i in places]
+            asked[result] = step.saving and any(own)
+            kept = slice(first, first + run.saved[number])
+            first = kept.stop
+            if asked[result]:
+                reads = [at[i] for i in places]
+                frees = [*free.intersection(reads), *range(kept.start, kept.stop)]
+                free.difference_update(reads)
+                weight = run.weights[number] if run.weights.count(run.weights[number]) == 1 else None
+                pick = _picking(reads)
+                steps.append(_BackStep(number, step, places, own, pick, kept, frees, result, weight))
+        self.steps, self.size = steps[::-1], run.count + len(run.steps)
+        self.turns = self.turns_back = None  # once backward has run
+
+    def __call__(self, dys: Sequence[Tensor | None], given: list) -> list:
+        gradients: list = [None] * self.size
+        for place, dy in zip(self.results, dys):
+            gradients[place] = dy
+        watched = is_watched()
+        turned, turns = [None] * len(self.steps), {} if watched else self.turns or {}
+        weights = [each.pick(given)[each.step.shared.inputs] for each in self.steps] if turns else ()
+        for i, each in enumerate(self.steps):
+            if i in turns:
+                turns[i](weights, turned)
+            dy, gradients[each.result] = gradients[each.result], None
+            if dy is None:
+                continue
+            a, saved, shared = each.pick(given) + each.step.constants, given[each.kept], each.step.shared
+            if watched:
+                found = shared.operator.backward_registered(dy, a, saved, each.needs)
+            else:
+                plan, filters = each.step.plan, turned[i]
+                found = shared.backward(dy, a, *saved, plan=plan, needs=each.needs, turned=filters)
+            for place, need, gradient in zip(each.places, each.needs, found):
+                if need and gradient is not None:
+                    known = gradients[place]
+                    gradients[place] = gradient if known is None else known + gradient
+            turned[i] = a = saved = found = dy = None
+            for at in each.frees:
+                given[at] = None
+        if self.turns is None:
+            self._plan_turns()
+        elif not watched:
+            self._turn_back(gradients)
+        return gradients[: len(self.needs)]
+
+    def _plan_turns(self) -> None:
+        """What parts turned by themselves is turned together from now on: filters, and their gradients back."""
+        filters, back = [], []
+        for each in self.steps:
+            own = each.weight is not None and _by_library(each.step)
+            filters.append(schedule.turns_filters(each.step.plan.inner, each.needs) if own else None)
+            back.append(filters[-1].back() if filters[-1] and self.needs[each.weight] else None)
+        self.back, self.turns_back = back, layouts.turning_all(back)
+        self.turns = layouts.turning_all(filters)
+
+    def _turn_back(self, gradients: list) -> None:
+        """Those of filters that the library gave channels last."""
+        found = [gradients[each.weight] if turning else None for each, turning in zip(self.steps, self.back)]
+        made: list[Tensor | None] = [*found]
+        if all(t is not None and library.is_channels_last(t) for t, each in zip(found, self.back) if each):
+            for run in self.turns_back.values():
+                run(found, made)
+        for t, each, turning in zip(made, self.steps, self.back):
+            if turning and t is not None:
+                gradients[each.weight] = t.contiguous()
+
+
+def _by_library(step: Step) -> bool:
+    """Does its plan turn filters for a library's convolution, or its gradients?"""
+    return type(step.plan.inner) is schedule.Plan
+
+
+def _finding(results: Sequence[int]) -> Callable:
+    """Gives of all values the result, or a tuple of them."""
+    return itemgetter(*results)
+
+
+def _picking(places: Sequence[int]) -> Callable:
+    return itemgetter(*places)  # of two at least: x and the weight
+
+
+class _Function(torch.autograd.Function):
+    """A chain in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx, run: _Run, *tensors: Tensor):
+        ctx.run = run
+        return run.forward(ctx, tensors)
+
+    @staticmethod
+    def backward(ctx, *dys: Tensor | None):
+        if is_grad_enabled() or any(map(is_legacy_batchedtensor, filter(_is_there, dys))):
+            return backward_seldom(_Function.backward, ctx, dys, "a chain of segments")
+        given = [*ctx.saved_tensors]
+        ctx.maybe_clear_saved_tensors()  # so that memory is free as soon as it was read; not where the graph is retained
+        return None, *ctx.run.backward(dys, given, ctx.needs_input_grad[1:])
+
+
+def _is_there(t: Tensor | None) -> bool:
+    return t is not None

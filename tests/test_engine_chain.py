@@ -1,0 +1,368 @@
+"""Segments that run one after the other as one operator: a chain computes what its parts do, bit for bit; and when parts are called by themselves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.networks import NETWORKS
+from inline_kernels import fuse
+from inline_kernels.bench import compare
+from inline_kernels.engine import chain, library
+from inline_kernels.engine import layouts as turning
+from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
+from test_engine_between import MODELS, layouts  # noqa: F401
+
+
+class Skips(nn.Module):
+    """Convolutions in a chain that gives two results, one of them from its middle; filters and a norm that are used twice; a residual by way of
+    nn.Identity."""
+
+    def __init__(self, channels: int = 8):
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.again = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm, self.shortcut = nn.BatchNorm2d(channels), nn.Identity()
+
+    def forward(self, x):
+        x = F.relu(self.first(x))
+        y = F.relu(self.norm(self.again(x)))
+        z = F.relu(self.norm(self.again(y)) + self.shortcut(x))
+        return F.max_pool2d(y, 2), z
+
+
+CASES = {**MODELS, "skips": (Skips, (2, 3, 9, 10))}
+
+
+def two(make, monkeypatch) -> tuple[nn.Module, nn.Module]:
+    """The same model fused, and fused without chains."""
+    torch.manual_seed(0)
+    model = make().train()
+    compare.randomize(model)
+    alone, runs = fuse(deepcopy(model)), chain._runs
+
+    def called(*given):  # whatever is captured meanwhile has no chains
+        monkeypatch.setattr(chain, "_runs", lambda *_: [])
+        try:
+            return alone(*given)
+        finally:
+            monkeypatch.setattr(chain, "_runs", runs)
+
+    called.parameters, called.buffers, called.train = alone.parameters, alone.buffers, alone.train
+    return fuse(model), called
+
+
+def step_of(model, x: torch.Tensor, asked=lambda name: True) -> list[torch.Tensor]:
+    """Results, gradients, buffers."""
+    found = model(x)
+    found = [*found] if isinstance(found, tuple) else [found]
+    total = sum((y * torch.linspace(0.5, 2, y.numel()).view(y.shape)).sum() for y in found if y.requires_grad)
+    wanted = [t for t in (x, *model.parameters()) if t.requires_grad]
+    gradients = torch.autograd.grad(total, [t for i, t in enumerate(wanted) if asked(i)], allow_unused=True)
+    return [*found, *[g for g in gradients if g is not None], *[b.clone() for b in model.buffers()]]
+
+
+def assert_alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs):
+        assert torch.equal(one, other) and one.stride() == other.stride() and one.dtype == other.dtype
+
+
+def chains(model: nn.Module) -> list[chain.Chain]:
+    return model._kept[0].chains
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_computes_what_its_parts_do(name, monkeypatch):
+    make, shape = CASES[name]
+    fast, alone = two(make, monkeypatch)
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(shape, requires_grad=step > 0)
+        assert_alike(step_of(fast, x), step_of(alone, x))
+    assert chains(fast) or name == "before"
+    assert all(situation.run for each in chains(fast) for situation in each.situations)
+    for model in (fast.eval(), alone):
+        model.train(False)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_alike(*[[*y] if isinstance(y := m(x), tuple) else [y] for m in (fast, alone)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_filters_are_turned_together(name, layouts, monkeypatch):  # noqa: F811
+    """On a GPU, where a library convolves channels last: by few launches, once backward has run, with the same bits."""
+    make, shape = CASES[name]
+    fast, alone = two(make, monkeypatch)
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(shape, requires_grad=True)
+        assert_alike(step_of(fast, x), step_of(alone, x))
+    runs = [situation.run.args[0] for each in chains(fast) for situation in each.situations]
+    backs = [back for run in runs for back in run.backs.values()]
+    assert any(run.turns for run in runs) and any(back.turns and back.turns_back for back in backs)
+
+
+def test_shares_of_a_launch():
+    """Eight, four, two and one at once; each kind by itself."""
+    weights = [torch.empty(4 + i, 5, 3, 3) for i in range(15)]
+    known = [turning.Turning.of(w, True, rounds=i == 3) for i, w in enumerate(weights)]
+    known[2] = None
+    launched = []
+
+    class Kernels:
+        def __getattr__(self, name):
+            def bound(*numbers, **_):
+                return lambda *given: launched.append((name, numbers[-1], len(given)))
+
+            return type("", (), {"bound": staticmethod(bound)})
+
+    load = turning.inline_loader.load
+    turning.inline_loader.load = lambda **_: Kernels()
+    try:
+        jobs, found = turning.turning_all(known), [None] * 15
+        for run in jobs.values():
+            run(weights, found)
+    finally:
+        turning.inline_loader.load = load
+    assert sorted(jobs) == [0, 3, 10, 14] and [i for i, t in enumerate(found) if t is None] == [2]
+    assert launched == [
+        ("turn_8", False, 16),
+        ("turn_4", False, 8),
+        ("turn_1", False, 2),
+        ("turn_1", True, 2),
+    ]
+    assert all(library.is_channels_last(t) for t in found if t is not None)
+
+
+@pytest.mark.parametrize("frozen", [("first",), ("again", "norm"), ("norm",)], ids=str)
+def test_frozen(frozen, monkeypatch):
+    def make():
+        model = Skips()
+        for name, p in model.named_parameters():
+            p.requires_grad_(not name.startswith(frozen))
+        return model
+
+    fast, alone = two(make, monkeypatch)
+    for _ in range(3):
+        x = torch.randn(2, 3, 9, 10)
+        assert_alike(step_of(fast, x), step_of(alone, x))
+
+
+def test_results_of_frozen_parts_have_no_gradient():
+    model = Skips()
+    model.first.requires_grad_(False)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            early = F.relu(self.inner.first(x))
+            return F.max_pool2d(early, 2), F.relu(self.inner.again(early))
+
+    fast = fuse(Both())
+    for _ in range(2):
+        early, late = fast(torch.randn(2, 3, 9, 10))
+        assert not early.requires_grad and late.requires_grad
+
+
+@pytest.mark.parametrize("modulo", [2, 3])
+def test_only_some_gradients(modulo, monkeypatch):
+    fast, alone = two(NETWORKS["resnet18"].small_model, monkeypatch)
+    for step in range(3):
+        x = torch.randn(2, 3, 64, 64, requires_grad=True)
+        some = lambda i, step=step: i % modulo == step % modulo  # noqa: E731
+        assert_alike(step_of(fast, x, some), step_of(alone, x, some))
+
+
+def test_one_result_is_used(monkeypatch):
+    fast, alone = two(Skips, monkeypatch)
+    for used in (0, 1, 0):
+        x = torch.randn(2, 3, 9, 10, requires_grad=True)
+        found = [
+            torch.autograd.grad(m(x)[used].square().sum(), [x, *m.parameters()], allow_unused=True)
+            for m in (fast, alone)
+        ]
+        assert_alike(*[[g for g in gradients if g is not None] for gradients in found])
+
+
+def test_graphs_that_are_retained_and_batches_of_gradients(monkeypatch):
+    fast, alone = two(Skips, monkeypatch)
+    x = torch.randn(2, 3, 9, 10, requires_grad=True)
+    for m in (fast, alone):
+        m(x)
+    y, z = fast(x)
+    first = torch.autograd.grad(z.sum(), x, retain_graph=True)
+    assert_alike([*first], [*torch.autograd.grad(z.sum(), x, retain_graph=True)])
+    dys = torch.randn(3, *z.shape)
+    (batched,) = torch.autograd.grad(z, x, dys, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(z, x, dy, retain_graph=True)[0] for dy in dys]
+    assert_alike([*batched], single)
+    (gradient,) = torch.autograd.grad(z.sum() + y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="can't be differentiated twice"):
+        torch.autograd.grad(gradient.sum(), x, retain_graph=True)
+    z.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant, monkeypatch):
+    """From the first call on what is saved is the same."""
+    fast, alone = two(Skips, monkeypatch)
+    for _ in range(3):
+        x = torch.randn(2, 3, 9, 10, requires_grad=True)
+        of = [checkpoint(m, x, use_reentrant=reentrant) for m in (fast, alone)]
+        assert_alike(
+            *[[*torch.autograd.grad(z.square().sum(), x, retain_graph=True)] for _, z in of]
+            if not reentrant
+            else [[z] for _, z in of]
+        )
+        for _, z in of:
+            z.square().sum().backward()
+
+
+def test_what_changes_between_forward_and_backward():
+    """A filter written to in place is an error, as in eager; one written to past autograd counts, as in eager."""
+    fast, x = fuse(Skips()), torch.randn(2, 3, 9, 10, requires_grad=True)
+    for _ in range(2):
+        z = fast(x)[1]
+    with torch.no_grad():
+        fast.again.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+    model = deepcopy(Skips())
+    fast, found = fuse(model), []
+    for each in (model.eval(), fast.eval()):
+        z = each(x)[1]
+        each.again.weight.data.mul_(2)
+        found.append(torch.autograd.grad(z.sum(), x)[0])
+        each.again.weight.data.div_(2)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_changes_of_the_model():
+    """Other parameters, an Identity that somebody hooks or replaces, another mode: seen at the next call."""
+    torch.manual_seed(0)
+    model, x = Skips().eval(), torch.randn(2, 3, 9, 10)
+    fast = fuse(model)
+
+    def agree() -> None:
+        with torch.no_grad():
+            for one, other in zip(fast(x), model(x)):
+                torch.testing.assert_close(one, other)
+
+    agree()
+    fast.first.weight = model.first.weight = nn.Parameter(torch.randn_like(model.first.weight))
+    agree()
+    seen = []
+    handle = model.shortcut.register_forward_hook(
+        lambda module, given, y: seen.append(y.device.type) or y * 2
+    )
+    agree()
+    assert seen.count("cpu") == 2
+    handle.remove()
+    agree()
+    fast.shortcut = model.shortcut = nn.Hardtanh(-0.1, 0.1)
+    agree()
+
+
+def test_parts_are_called_where_gradients_shall_be_on_their_way(monkeypatch):
+    fast, x = fuse(Skips()), torch.randn(2, 3, 9, 10)
+    fast(x)
+    (own,) = chains(fast)
+    called = []
+    call = own._one_by_one
+    monkeypatch.setattr(own, "_one_by_one", lambda given: called.append(1) or call(given))
+    fast(x)
+    assert not called
+    monkeypatch.setattr(chain, "_is_distributed", lambda: True)
+    fast(x)
+    with torch.no_grad():
+        fast(x)
+    monkeypatch.undo()
+    monkeypatch.setattr(own, "_one_by_one", lambda given: called.append(2) or call(given))
+    with torch.autocast("cpu", torch.bfloat16):
+        fast(x)
+    assert called == [1, 2]
+
+
+def test_one_tensor_for_two_parts(monkeypatch):
+    """What stands for two of a chain's tensors is decided by its parts; a module's that is used twice is one."""
+    model = Skips()
+    other = nn.Conv2d(8, 8, 3, padding=1)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.other = model, other
+
+        def forward(self, x):
+            return F.relu(self.other(F.relu(self.inner.again(F.relu(self.inner.first(x))))))
+
+    two_ = Two()
+    fast, x = fuse(two_), torch.randn(2, 3, 9, 10)
+    torch.testing.assert_close(fast(x), two_(x))
+    fast.other.weight = other.weight = model.again.weight
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), two_(x))
+
+
+def test_memory_is_free_as_soon_as_it_was_read(monkeypatch):
+    """Without gradients a result lives until it was read; in backward what was saved does."""
+    fast, x = fuse(NETWORKS["resnet18"].small_model()), torch.randn(2, 3, 64, 64)
+    alive, most, read = [], [], []
+    fast(x)
+    (own,) = chains(fast)
+    (run,) = [situation.run.args[0] for situation in own.situations]
+    shared = {id(step.shared): step.shared for step in run.steps}.values()
+
+    def count() -> int:
+        gc.collect()
+        return sum(each() is not None for each in alive)
+
+    for each in shared:
+        back = each.backward
+
+        def noted(*given, back=back, **more):
+            most.append(count())
+            return back(*given, **more)
+
+        monkeypatch.setattr(each, "backward", noted)
+
+        def kept(*given, call=each.forward, **more):
+            found = call(*given, **more)
+            read.append(count())
+            alive.extend(weakref.ref(t) for t in found[:1])
+            return found
+
+        monkeypatch.setattr(each, "forward", kept)
+    y = fast(x)
+    saved = count()
+    assert saved >= 16
+    y.sum().backward()
+    assert most[0] >= 16 and most[-1] <= 3 and most == sorted(most, reverse=True)
+    alive.clear()
+    with torch.no_grad():
+        fast(x)
+        read.clear()
+        fast(x)
+    assert count() == 0 and 2 <= max(read) <= 4
+
+
+def test_counts_batches(monkeypatch):
+    fast, alone = two(Skips, monkeypatch)
+    for _ in range(3):
+        x = torch.randn(2, 3, 9, 10)
+        fast(x), alone(x)
+    assert fast.norm.num_batches_tracked == 6
+    assert_alike([*fast.buffers()], [*alone.buffers()])
