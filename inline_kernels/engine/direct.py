@@ -28,7 +28,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import cases, choice, library, mainloops, naming, programs, schedule, source, tiling
+from . import cases, choice, inside, library, mainloops, naming, programs, schedule, source, tiling
 from .algebra import reordered
 from .cases import Case
 from .graph import ELEMENTS, Node, order
@@ -427,6 +427,8 @@ def _chosen(case: Case) -> Written:
     """The first mainloop that can run it. Raises Unsupported."""
     segment, weight = case.segment, case.weight
     check(case)
+    if not choice.is_silent() and inside.runs(case):
+        raise Unsupported("the library runs the tail inside its convolution, channels last")
     if case.saving and case.x.dtype != torch.float32:
         raise Unsupported("backward needs v as the library rounds it")
     if segment.updates or segment.random:

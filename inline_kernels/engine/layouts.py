@@ -286,7 +286,7 @@ def convolving(plan, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], 
     how, image = plan.convolution, image_of(plan, x, plan.runs)
     if not (plan.last or plan.runs):
         return lambda x, weight: library.convolve(how, image(x), weight), None
-    how, operands = _operands(plan, x, weight, plan.runs)
+    how, operands = operands_of(plan, x, weight, plan.runs)
     if not (plan.last or plan.layout):
         in_planes = plan.turns.planes(_like_v(plan, x))
 
@@ -313,7 +313,7 @@ def differentiating(
     if in_planes and not how.is_nothing:
         of_dz = plan.turns.planes(_like_v(plan, x)) if turned else _itself
         return lambda dz, x, weight: library.convolve_backward(how, of_dz(dz), image(x), weight, wanted), None
-    how, operands = _operands(plan, x, weight, plan.runs if plan.last else layout)
+    how, operands = operands_of(plan, x, weight, plan.runs if plan.last else layout)
     of_dz, results = _of_gradient(plan, x, layout, turned), _results(plan, how, x, weight)
 
     def run(dz: Tensor, x: Tensor, weight: Tensor, turned: Tensor | None = None) -> tuple:
@@ -366,7 +366,7 @@ def _like_v(plan, x: Tensor) -> Tensor:
     return library.without_memory(x, shape, plan.value_dtype)
 
 
-def _operands(plan, x: Tensor, weight: Tensor, layout: int) -> tuple[library.Convolution, Operands]:
+def operands_of(plan, x: Tensor, weight: Tensor, layout: int) -> tuple[library.Convolution, Operands]:
     """The library's convolution, and its operands channels last. Filters of one place that meet only some of x's positions are given these
     alone. Where eager's are channels last, all is as it is."""
     how, turns, rounds = plan.convolution, plan.turns, layout == FOR_TF32

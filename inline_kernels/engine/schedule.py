@@ -23,7 +23,7 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.engine import library
 
-from . import between, gradients, layouts, naming, source, strips
+from . import between, gradients, inside, layouts, naming, source, strips
 from .cases import CTYPES, Case, Sizes, first_number, places
 from .graph import ELEMENTS, Space
 from .launching import Entry, Launch, new_of, picking
@@ -54,6 +54,7 @@ class Plan:
     convolve: Callable | None = None  # gives v of x and the weight, as forward's passes read it
     filters: layouts.Turning | None = None  # how it turns the latter first, which a chain does for it
     own: Callable | None = None  # the same, contiguous, in the library's place
+    inside: Callable | None = None  # gives y of the arguments, in the place of all that (inside.py)
     layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     last: bool = False  # are all arrays of positions and channels channels last? Then so is y
@@ -145,6 +146,8 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
     found.pieces = () if piece else _pieces(found, case, edited)
     _set_launch(found, case.arguments, piece)
     found.convolve, found.filters = layouts.convolving(found, case.x, case.weight)
+    if edited is None and own is None and inside.runs(case):
+        found.inside = inside.planned(found, case)
     return found
 
 
@@ -375,6 +378,8 @@ def _lies_last(plan: Plan, program: Program, array: Array, comes_in: bool) -> bo
 
 def forward(plan: Plan, arguments: Sequence, turned: Tensor | None = None) -> Sequence[Tensor]:
     """y, and what backward needs. turned: the filters as `plan.filters` turns them."""
+    if plan.inside:
+        return [plan.inside(arguments, turned)]
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
     x, weight = arguments[0], arguments[len(plan.segment.inputs)]
@@ -563,6 +568,8 @@ def saved(case: Case) -> list[tuple[list[int], torch.dtype, torch.memory_format]
 
 def describe(case: Case, own: str | None = None) -> str:
     """What a plan for it runs, in words; nothing is built. own: what convolves in the library's place. Raises Unsupported."""
+    if own is None and inside.runs(case):
+        return inside.WORDS
     found = Plan.of(case)
     _set_layout(found, case, own is not None)
     _divide(found, case.arguments)

@@ -1,0 +1,199 @@
+"""Tails that a GPU's library runs inside its convolution: which, where the library is trusted with them, and that all is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inline_kernels import fuse
+from inline_kernels.bench import checks, compare
+from inline_kernels.engine import inside
+from inline_kernels.engine.capture import capture
+from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
+
+
+class Adds(nn.Module):
+    """A residual block's end: relu(convolution + x), the terms in either order."""
+
+    def __init__(self, bias: bool = True, x_first: bool = False):
+        super().__init__()
+        self.conv, self.x_first = nn.Conv2d(8, 8, 3, padding=1, bias=bias), x_first
+
+    def forward(self, x):
+        return F.relu(x + self.conv(x) if self.x_first else self.conv(x) + x)
+
+
+def relued(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers, nn.ReLU())
+
+
+MODELS = {
+    "bias": lambda: relued(nn.Conv2d(8, 16, 3)),
+    "no bias": lambda: relued(nn.Conv2d(8, 8, (3, 1), stride=2, padding=(1, 0), bias=False)),
+    "groups": lambda: relued(nn.Conv2d(8, 16, 3, dilation=2, groups=2)),
+    "added": Adds,
+    "added first, no bias": lambda: Adds(bias=False, x_first=True),
+    "two": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU()),
+}
+OTHERS = {
+    "no relu": lambda: nn.Sequential(nn.Conv2d(8, 8, 3)),
+    "another function": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.GELU()),
+    "a norm": lambda: relued(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)),
+    "a volume": lambda: relued(nn.Conv3d(8, 8, 3)),
+    "reflected": lambda: relued(nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")),
+    "more on one side": lambda: relued(nn.Conv2d(8, 8, 2, padding="same")),
+}
+
+
+def tail(model: nn.Module, x_dim: int = 4) -> inside.Tail | None:
+    (segment,) = capture(model.eval(), False, x_dim, bare=True).segments
+    return inside.tail_of(segment)
+
+
+def test_which_tails():
+    assert tail(MODELS["bias"]()) == (2, None) and tail(MODELS["no bias"]()) == (None, None)
+    assert tail(Adds()) == (3, 1) and tail(Adds(bias=False, x_first=True)) == (None, 1)
+    assert tail(OTHERS["no relu"]()) is tail(OTHERS["another function"]()) is tail(OTHERS["a norm"]()) is None
+
+    class Twice(Adds):
+        def forward(self, x):
+            v = self.conv(x)
+            return F.relu(v + v)
+
+    class Wide(Adds):
+        def forward(self, x):
+            return F.relu(self.conv(x) + x.mean((2, 3), keepdim=True))
+
+    assert tail(Twice()) is None and tail(Wide()) is None
+
+
+class Library:
+    """PyTorch's functions, on a CPU; keeps_nan: as relu does."""
+
+    def __init__(self, monkeypatch, keeps_nan: bool = True, serves=lambda x: True):
+        self.calls, self.keeps_nan, self.serves = [], keeps_nan, serves
+        monkeypatch.setattr(inside, "_relu", self.relu)
+        monkeypatch.setattr(inside, "_add_relu", self.add_relu)
+        monkeypatch.setattr(inside, "_answers", {})
+
+    def relu(self, x, weight, bias, *how):
+        return self.add_relu(x, weight, 0.0, 1.0, bias, *how)
+
+    def add_relu(self, x, weight, z, alpha, bias, *how):
+        if not self.serves(x):
+            raise RuntimeError("no engine")
+        self.calls.append(x)
+        y = (torch.conv2d(x, weight, bias, *how) + alpha * z).relu()
+        return y if self.keeps_nan else y.nan_to_num(0.0, float("inf"))
+
+
+def pair(make) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    """A model channels last, fused, and what it is given."""
+    torch.manual_seed(0)
+    model = make().to(memory_format=torch.channels_last)
+    return model, fuse(model), torch.randn(2, 8, 9, 10).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_pass_is_left(name, gpu, monkeypatch):  # noqa: F811
+    gpu()
+    library = Library(monkeypatch)
+    model, fast, x = pair(MODELS[name])
+    with torch.no_grad():
+        fast(x)
+        library.calls.clear()
+        for factor in (1.0, float("nan")):
+            x[0, :, 4] *= factor
+            y = fast(x)
+            torch.testing.assert_close(y, model(x), equal_nan=True)
+            assert y.stride() == model(x).stride()
+        plans = fast.plan(x)
+    assert len(library.calls) == 2 * len(plans) and {each.reason.split(";")[-1].strip() for each in plans} <= {inside.WORDS, "by times that are scaled from an H200's"}  # fmt: skip
+    assert all(inside.WORDS in each.reason and each.runs == "load" for each in plans)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_left_to_passes(name, gpu, monkeypatch):  # noqa: F811
+    gpu()
+    library = Library(monkeypatch)
+    if name == "a volume":
+        model, x = OTHERS[name](), torch.randn(2, 8, 4, 5, 6).to(memory_format=torch.channels_last_3d)
+        fast = fuse(model)
+    else:
+        model, fast, x = pair(OTHERS[name])
+    with torch.no_grad():
+        torch.testing.assert_close(fast.eval()(x), model.eval()(x))
+    assert not library.calls
+
+
+def test_where_gradients_follow_or_x_is_in_planes(gpu, monkeypatch):  # noqa: F811
+    gpu()
+    library = Library(monkeypatch)
+    model, fast, x = pair(MODELS["bias"])
+    torch.testing.assert_close(fast(x), model(x))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x.contiguous()), model(x.contiguous()))
+    assert not library.calls
+
+
+@pytest.mark.parametrize("name", ["bias", "added"])
+@pytest.mark.parametrize("fault", ["loses NaN", "has none", "is wrong"])
+def test_the_library_is_asked(name, fault, gpu, monkeypatch):  # noqa: F811
+    """Once for each size; where it is not right a pass runs."""
+    gpu()
+    library = Library(monkeypatch, fault != "loses NaN", lambda x: fault != "has none")
+    if fault == "is wrong":
+        for function in ("_relu", "_add_relu"):
+            right = getattr(inside, function)
+            monkeypatch.setattr(inside, function, lambda *given, right=right: right(*given) * 1.1)
+    model, fast, x = pair(MODELS[name])
+    x[0, 0, 3] = float("nan")
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), model(x), equal_nan=True)
+        asked = len(library.calls)
+        fast(torch.randn_like(x))
+    assert len(library.calls) == asked and [*inside._answers.values()] == [False]
+
+
+def test_not_asked_under_capture(gpu, monkeypatch):  # noqa: F811
+    gpu()
+    library = Library(monkeypatch)
+    model, fast, x = pair(MODELS["bias"])
+    monkeypatch.setattr(inside.support, "capturing", lambda: True)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+    assert not library.calls and not inside._answers
+
+
+def test_an_edited_text_runs(gpu, monkeypatch):  # noqa: F811
+    gpu()
+    Library(monkeypatch)
+    model, fast, x = pair(MODELS["bias"])
+    with torch.no_grad():
+        text = fast.source(x)
+        assert "relu" in text or "max" in text
+        fast.edit(x, text)
+        torch.testing.assert_close(fast(x), model(x))
+        assert "edited" in str(fast.plan(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu(name, dtype):
+    torch.manual_seed(0)
+    model = MODELS[name]().cuda().to(dtype, memory_format=torch.channels_last).eval()
+    compare.randomize(model)
+    x = torch.randn(4, 8, 33, 34, device="cuda").to(dtype, memory_format=torch.channels_last)
+    fast = fuse(model)
+    found, complaints = checks.errors_of("", fast, model, x, "forward", cancelling=False)
+    assert not complaints and all(error.share <= 1 for error in found), [*map(str, found)]
+    x[0, 0, 5] = float("nan")
+    x[1, 0, 7] = float("inf")
+    with torch.no_grad():
+        y, expected = fast(x), model(x)
+    assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.isinf(), expected.isinf())
+    print(name, dtype, fast.plan(x))
