@@ -12,6 +12,7 @@ from inline_kernels.bench import checks, compare
 from inline_kernels.engine import inside
 from inline_kernels.engine.capture import capture
 from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
+from test_engine_between import layouts  # noqa: F401
 
 
 class Adds(nn.Module):
@@ -178,6 +179,21 @@ def test_an_edited_text_runs(gpu, monkeypatch):  # noqa: F811
         fast.edit(x, text)
         torch.testing.assert_close(fast(x), model(x))
         assert "edited" in str(fast.plan(x))
+
+
+@pytest.mark.parametrize("dtype, count", [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_between_convolutions(dtype, count, layouts, monkeypatch):  # noqa: F811
+    """Where results stay channels last though eager's don't: in float32 a pass rounds them for the next convolution; filters are turned."""
+    library = Library(monkeypatch)
+    torch.manual_seed(0)
+    layers = [layer for channels in (3, 8, 8) for layer in (nn.Conv2d(channels, 8, 3), nn.ReLU())]
+    model, x = nn.Sequential(*layers).to(dtype), torch.randn(2, 3, 9, 10).to(dtype)
+    fast = fuse(model)
+    with torch.no_grad():
+        fast(x)
+        library.calls.clear()
+        torch.testing.assert_close(fast(x), model(x), rtol=0.02, atol=0.02)
+    assert len(library.calls) == count
 
 
 @pytest.mark.gpu
