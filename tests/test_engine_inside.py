@@ -9,6 +9,7 @@ from torch import nn
 
 from inline_kernels import fuse
 from inline_kernels.bench import checks, compare
+from inline_kernels.engine import capture as capturing
 from inline_kernels.engine import inside
 from inline_kernels.engine.capture import capture
 from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
@@ -36,10 +37,13 @@ MODELS = {
     "groups": lambda: relued(nn.Conv2d(8, 16, 3, dilation=2, groups=2)),
     "added": Adds,
     "added first, no bias": lambda: Adds(bias=False, x_first=True),
+    "a product": lambda: nn.Sequential(nn.Conv2d(8, 16, 1)).to(torch.bfloat16),
     "two": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU()),
 }
 OTHERS = {
     "no relu": lambda: nn.Sequential(nn.Conv2d(8, 8, 3)),
+    "no relu, in float32": lambda: nn.Sequential(nn.Conv2d(8, 8, 1)),
+    "no relu, a stride": lambda: nn.Sequential(nn.Conv2d(8, 8, 1, 2)).to(torch.bfloat16),
     "another function": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.GELU()),
     "a norm": lambda: relued(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)),
     "a volume": lambda: relued(nn.Conv3d(8, 8, 3)),
@@ -54,9 +58,10 @@ def tail(model: nn.Module, x_dim: int = 4) -> inside.Tail | None:
 
 
 def test_which_tails():
-    assert tail(MODELS["bias"]()) == (2, None) and tail(MODELS["no bias"]()) == (None, None)
-    assert tail(Adds()) == (3, 1) and tail(Adds(bias=False, x_first=True)) == (None, 1)
-    assert tail(OTHERS["no relu"]()) is tail(OTHERS["another function"]()) is tail(OTHERS["a norm"]()) is None
+    assert tail(MODELS["bias"]()) == (2, None, True) and tail(MODELS["no bias"]()) == (None, None, True)
+    assert tail(Adds()) == (3, 1, True) and tail(Adds(bias=False, x_first=True)) == (None, 1, True)
+    assert tail(OTHERS["no relu"]()) == (2, None, False)
+    assert tail(OTHERS["another function"]()) is tail(OTHERS["a norm"]()) is None
 
     class Twice(Adds):
         def forward(self, x):
@@ -71,13 +76,18 @@ def test_which_tails():
 
 
 class Library:
-    """PyTorch's functions, on a CPU; keeps_nan: as relu does."""
+    """PyTorch's functions, on a CPU, where models are captured as for a GPU; keeps_nan: as relu does."""
 
     def __init__(self, monkeypatch, keeps_nan: bool = True, serves=lambda x: True):
         self.calls, self.keeps_nan, self.serves = [], keeps_nan, serves
         monkeypatch.setattr(inside, "_relu", self.relu)
         monkeypatch.setattr(inside, "_add_relu", self.add_relu)
         monkeypatch.setattr(inside, "_answers", {})
+        monkeypatch.setattr(capturing, "capture", lambda *given, **_: capture(*given, bare=True))
+        monkeypatch.setattr(inside, "_least_ms", lambda call: call() is None or self.times.pop())
+        self.times = [1.0, 1.0] * 50  # of the library's convolution alone, and of it with the tail
+        addmm = torch.addmm
+        monkeypatch.setattr(torch, "addmm", lambda *given: self.calls.append(given) or addmm(*given))
 
     def relu(self, x, weight, bias, *how):
         return self.add_relu(x, weight, 0.0, 1.0, bias, *how)
@@ -94,7 +104,8 @@ def pair(make) -> tuple[nn.Module, nn.Module, torch.Tensor]:
     """A model channels last, fused, and what it is given."""
     torch.manual_seed(0)
     model = make().to(memory_format=torch.channels_last)
-    return model, fuse(model), torch.randn(2, 8, 9, 10).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 9, 10).to(next(model.parameters()).dtype, memory_format=torch.channels_last)
+    return model, fuse(model), x
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,7 +151,7 @@ def test_where_gradients_follow_or_x_is_in_planes(gpu, monkeypatch):  # noqa: F8
 
 
 @pytest.mark.parametrize("name", ["bias", "added"])
-@pytest.mark.parametrize("fault", ["loses NaN", "has none", "is wrong"])
+@pytest.mark.parametrize("fault", ["loses NaN", "has none", "is wrong", "is slow"])
 def test_the_library_is_asked(name, fault, gpu, monkeypatch):  # noqa: F811
     """Once for each size; where it is not right a pass runs."""
     gpu()
@@ -149,6 +160,8 @@ def test_the_library_is_asked(name, fault, gpu, monkeypatch):  # noqa: F811
         for function in ("_relu", "_add_relu"):
             right = getattr(inside, function)
             monkeypatch.setattr(inside, function, lambda *given, right=right: right(*given) * 1.1)
+    if fault == "is slow":
+        library.times = [1.0, 2.0]
     model, fast, x = pair(MODELS[name])
     x[0, 0, 3] = float("nan")
     with torch.no_grad():
@@ -159,11 +172,15 @@ def test_the_library_is_asked(name, fault, gpu, monkeypatch):  # noqa: F811
     assert len(library.calls) == asked and [*inside._answers.values()] == [False]
 
 
-def test_not_asked_under_capture(gpu, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("where", ["capture", "deterministic mode"])
+def test_not_asked(where, gpu, monkeypatch):  # noqa: F811
     gpu()
     library = Library(monkeypatch)
     model, fast, x = pair(MODELS["bias"])
-    monkeypatch.setattr(inside.support, "capturing", lambda: True)
+    if where == "capture":
+        monkeypatch.setattr(inside.support, "capturing", lambda: True)
+    else:
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
     assert not library.calls and not inside._answers
@@ -211,5 +228,6 @@ def test_on_a_gpu(name, dtype):
     x[1, 0, 7] = float("inf")
     with torch.no_grad():
         y, expected = fast(x), model(x)
+        plans = fast.plan(x)
     assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.isinf(), expected.isinf())
-    print(name, dtype, fast.plan(x))
+    print(name, dtype, plans)
