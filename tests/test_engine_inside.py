@@ -136,7 +136,8 @@ def test_others_are_left_to_passes(name, gpu, monkeypatch):  # noqa: F811
     else:
         model, fast, x = pair(OTHERS[name])
     with torch.no_grad():
-        torch.testing.assert_close(fast.eval()(x), model.eval()(x))
+        near = {"rtol": 0.02, "atol": 0.02} if x.dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(fast.eval()(x), model.eval()(x), **near)
     assert not library.calls
 
 
