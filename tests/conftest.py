@@ -61,10 +61,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"there is no {missing}"))
 
 
+gc.disable()  # until all is imported
+
+
 def pytest_collection_finish():
-    """What is imported stays: a garbage collection that looks through it all took a quarter of Python's time."""
-    gc.collect()
+    """What is imported stays: a garbage collection that looks through it all took a quarter of Python's time. Later ones are rare."""
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(20_000, 10, 20)
 
 
 @pytest.fixture(autouse=True)
