@@ -297,58 +297,73 @@ template <bool kBfloat16> float half_of(const uint32_t* words, int i) {
   return kBfloat16 ? from_bits(half << 16) : all_halves[half];
 }
 
-// A warp's d += A·B. Of each row of A, `place` says which k its elements have, if it is sparse.
-struct Matrices {
-  float a[16][16], b[32][8];
-  int place[16][16];
+// A warp's d += A·B, of some tiles of 8 columns. Of each row of A, `place` says which k its elements have, if it is sparse.
+struct Tile {
+  float b[32][8];
   double d[16][8];
+};
+struct Matrices {
+  float a[16][16];
+  int place[16][16];
+  Tile tiles[kMostTiles];
 };
 Matrices matrices[kMostWarps];
 
 // Of a row's columns at once: a product of two floats is exact in double, so that sums are the same in any instructions.
 typedef double Row __attribute__((vector_size(64)));
-template <int kOfRow, int kDepth, bool kSparse> void add_products(Matrices& all) {
+template <int kOfRow, int kDepth, bool kSparse> void add_products(const Matrices& all, Tile& tile) {
   Row b[kDepth];
   for (int i = 0; i < kDepth; i++)
-    for (int column = 0; column < 8; column++) b[i][column] = all.b[i][column];
+    for (int column = 0; column < 8; column++) b[i][column] = tile.b[i][column];
   for (int row = 0; row < 16; row++) {
     Row sum;
-    memcpy(&sum, all.d[row], sizeof sum);
+    memcpy(&sum, tile.d[row], sizeof sum);
     for (int i = 0; i < kOfRow; i++) sum += double(all.a[row][i]) * b[kSparse ? all.place[row][i] : i];
-    memcpy(all.d[row], &sum, sizeof sum);
+    memcpy(tile.d[row], &sum, sizeof sum);
   }
 }
 
-// Its fragments come from all lanes, of kDepth k of B. Sums are rounded once a product.
+// Its fragments come from all lanes, of kDepth k of B: kDepth / 8 words of each tile. Sums are rounded once a product.
 template <int kDepth, bool kBfloat16, bool kSparse = false>
-void multiply(float (&d)[4], const uint32_t* a, const uint32_t* b) {
+void multiply(float (*d)[4], const uint32_t* a, const uint32_t* b, int tiles = 1) {
   constexpr int kOfRow = kSparse ? kDepth / 2 : kDepth;
   const int g = lane() / 4, t = lane() % 4;
   Matrices& all = matrices[warp()];
 #pragma GCC unroll 8
   for (int i = 0; i < kOfRow / 2; i++)
     all.a[g + i / 2 % 2 * 8][2 * t + i % 2 + i / 4 * 8] = half_of<kBfloat16>(a, i);
+  for (int j = 0; j < tiles; j++) {
+    Tile& tile = all.tiles[j];
 #pragma GCC unroll 8
-  for (int i = 0; i < kDepth / 4; i++) all.b[2 * t + i % 2 + i / 2 * 8][g] = half_of<kBfloat16>(b, i);
+    for (int i = 0; i < kDepth / 4; i++)
+      tile.b[2 * t + i % 2 + i / 2 * 8][g] = half_of<kBfloat16>(b + kDepth / 8 * j, i);
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) all.d[g + i / 2 * 8][2 * t + i % 2] = d[i];
-  meet(block->warp_barriers[warp()], 32, [&] { add_products<kOfRow, kDepth, kSparse>(all); });
+    for (int i = 0; i < 4; i++) tile.d[g + i / 2 * 8][2 * t + i % 2] = d[j][i];
+  }
+  meet(block->warp_barriers[warp()], 32, [&] {
+    for (int j = 0; j < tiles; j++) add_products<kOfRow, kDepth, kSparse>(all, all.tiles[j]);
+  });
+  for (int j = 0; j < tiles; j++)
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) d[i] = float(all.d[g + i / 2 * 8][2 * t + i % 2]);
+    for (int i = 0; i < 4; i++) d[j][i] = float(all.tiles[j].d[g + i / 2 * 8][2 * t + i % 2]);
 }
 void product(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth, bool bfloat16) {
-  if (depth == 16) bfloat16 ? multiply<16, true>(d, a, b) : multiply<16, false>(d, a, b);
-  else bfloat16 ? multiply<8, true>(d, a, b) : multiply<8, false>(d, a, b);
+  if (depth == 16) bfloat16 ? multiply<16, true>(&d, a, b) : multiply<16, false>(&d, a, b);
+  else bfloat16 ? multiply<8, true>(&d, a, b) : multiply<8, false>(&d, a, b);
+}
+void products(float (*d)[4], const uint32_t* a, const uint32_t* b, int tiles, bool bfloat16) {
+  bfloat16 ? multiply<16, true>(d, a, b, tiles) : multiply<16, false>(d, a, b, tiles);
 }
 // Of 8 k, whose last bits are cut off.
 void product_tf32(float (&d)[4], const uint32_t* a, const uint32_t* b) {
   const int g = lane() / 4, t = lane() % 4;
   Matrices& all = matrices[warp()];
+  Tile& tile = all.tiles[0];
   for (int i = 0; i < 4; i++) all.a[g + i % 2 * 8][t + i / 2 * 4] = from_bits(a[i] & ~0x1fffu);
-  for (int i = 0; i < 2; i++) all.b[t + i * 4][g] = from_bits(b[i] & ~0x1fffu);
-  for (int i = 0; i < 4; i++) all.d[g + i / 2 * 8][2 * t + i % 2] = d[i];
-  meet(block->warp_barriers[warp()], 32, [&] { add_products<8, 8, false>(all); });
-  for (int i = 0; i < 4; i++) d[i] = float(all.d[g + i / 2 * 8][2 * t + i % 2]);
+  for (int i = 0; i < 2; i++) tile.b[t + i * 4][g] = from_bits(b[i] & ~0x1fffu);
+  for (int i = 0; i < 4; i++) tile.d[g + i / 2 * 8][2 * t + i % 2] = d[i];
+  meet(block->warp_barriers[warp()], 32, [&] { add_products<8, 8, false>(all, tile); });
+  for (int i = 0; i < 4; i++) d[i] = float(tile.d[g + i / 2 * 8][2 * t + i % 2]);
 }
 void product_sparse(float (&d)[4], const uint32_t* a, const uint32_t* b, uint32_t selectors) {
   const int g = lane() / 4, t = lane() % 4;
@@ -358,7 +373,7 @@ void product_sparse(float (&d)[4], const uint32_t* a, const uint32_t* b, uint32_
     int* const place = matrices[warp()].place[g + i / 4 * 8] + 2 * four;
     place[0] = 4 * four + first, place[1] = 4 * four + second;
   }
-  multiply<32, false, true>(d, a, b);
+  multiply<32, false, true>(&d, a, b);
 }
 
 // -------------------------------------------------------------------------------- barriers in shared memory
