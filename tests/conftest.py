@@ -13,6 +13,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # A pool of processes, each of which imports torch, is not worth it for what a test process compiles.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Nor is what it asks a compiler of the processor first, for code that is fast; the same code without it is compiled sooner.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # Most of the time is the compilers'.
 os.environ.setdefault("CXX", str(Path(__file__).with_name("quick_g++")))
 
@@ -42,7 +44,15 @@ settings.register_profile(
 settings.load_profile("tests")
 
 
+# Those that take a minute or more: last, one of them would keep one process busy while the others have nothing left.
+LONG = (
+    "engine_source notebooks engine_gradients models export emulated backward_min_add judge kernels_compile engine_between engine_fuse "
+    "loader_cache compare engine_direct engine_sinks engine_strips planning_min_add ecosystem"
+).split()
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
     if torch.cuda.is_available() and CUDA_HOME:
         return
     missing = "nvcc" if torch.cuda.is_available() else "GPU that this torch can use"
@@ -51,10 +61,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"there is no {missing}"))
 
 
+gc.disable()  # until all is imported
+
+
 def pytest_collection_finish():
-    """What is imported stays: a garbage collection that looks through it all took a quarter of Python's time."""
-    gc.collect()
+    """What is imported stays: a garbage collection that looks through it all took a quarter of Python's time. Later ones are rare."""
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(20_000, 10, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@
 which installs playwright, and playwright's Chromium where there is none on PATH or in $CHROMIUM.
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -17,7 +18,8 @@ import pytest
 import models
 
 pytestmark = pytest.mark.browser
-pytest.importorskip("jupyterlab", reason="JupyterLab is not installed")
+if not importlib.util.find_spec("jupyterlab"):  # which takes seconds to import
+    pytest.skip("JupyterLab is not installed", allow_module_level=True)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 # None: playwright's own.
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")

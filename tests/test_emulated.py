@@ -144,6 +144,7 @@ FLAGS = [
     "-fvisibility=hidden",
     "-isystem",
     str(HEADERS),
+    *["-fuse-ld=gold"] * bool(shutil.which("ld.gold")),  # in half of the time
 ]
 
 
@@ -194,7 +195,10 @@ def library_of(
         included = once(folder / f"included-{key(replaced)}", functools.partial(translate_headers, replaced))
         headers = once(folder / f"headers-{architecture}", functools.partial(precompile, architecture))
         emulation = EMULATION / "emulation.cpp"
-        runs = once(folder / "emulation.so", lambda so: compile_with("-O2", emulation, "-shared", "-o", so))
+        runs = once(
+            folder / "emulation.so",
+            lambda so: compile_with("-O2", "-march=native", emulation, "-shared", "-o", so),
+        )
         macros = [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
         text = library.with_suffix(".cpp")
         parts = [translated(source, replaced)]

@@ -222,9 +222,10 @@ bool is_shared(const void* at, int bytes) {
   const auto within = [=](const void* first, size_t size) {
     return at >= first && static_cast<const char*>(at) + bytes <= static_cast<const char*>(first) + size;
   };
+  if (within(shared, kSharedBytes)) return true;
   for (const auto& [first, content] : block->static_shared)
     if (within(first, content.size())) return true;
-  return within(shared, kSharedBytes);
+  return false;
 }
 
 // Copies arrive when they are awaited, not before: until then there is NaN.
@@ -279,58 +280,90 @@ float from_bits(uint32_t bits) {
   memcpy(&value, &bits, sizeof value);
   return value;
 }
-// Half i of words: float16 or bfloat16.
-float half_of(const uint32_t* words, int i, bool bfloat16) {
-  const uint32_t half = words[i / 2] >> i % 2 * 16 & 0xffff, sign = (half & 0x8000) << 16;
-  if (bfloat16) return from_bits(half << 16);
+float of_half(uint32_t half) {
   const uint32_t magnitude = (half & 0x7fff) << 13;
   const bool finite = (half & 0x7c00) < 0x7c00;
   const float value = finite ? from_bits(magnitude) * 0x1p112f : from_bits(magnitude | 0x7f800000);
-  return sign ? -value : value;
+  return half & 0x8000 ? -value : value;
+}
+const std::vector<float> all_halves = [] {
+  std::vector<float> values(1 << 16);
+  for (uint32_t half = 0; half < values.size(); half++) values[half] = of_half(half);
+  return values;
+}();
+// Half i of words.
+template <bool kBfloat16> float half_of(const uint32_t* words, int i) {
+  const uint32_t half = words[i / 2] >> i % 2 * 16 & 0xffff;
+  return kBfloat16 ? from_bits(half << 16) : all_halves[half];
 }
 
-// A warp's d += A·B. Of each row of A, `place` says which k its elements have, if it is sparse.
-struct Matrices {
-  float a[16][16], b[32][8];
-  int place[16][16];
+// A warp's d += A·B, of some tiles of 8 columns. Of each row of A, `place` says which k its elements have, if it is sparse.
+struct Tile {
+  float b[32][8];
   double d[16][8];
+};
+struct Matrices {
+  float a[16][16];
+  int place[16][16];
+  Tile tiles[kMostTiles];
 };
 Matrices matrices[kMostWarps];
 
-// Its fragments come from all lanes, of `depth` k of B. Sums are rounded once a product.
-template <bool kSparse>
-void multiply(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth, bool bfloat16) {
-  const int g = lane() / 4, t = lane() % 4, of_row = kSparse ? depth / 2 : depth;
+// Of a row's columns at once: a product of two floats is exact in double, so that sums are the same in any instructions.
+typedef double Row __attribute__((vector_size(64)));
+template <int kOfRow, int kDepth, bool kSparse> void add_products(const Matrices& all, Tile& tile) {
+  Row b[kDepth];
+  for (int i = 0; i < kDepth; i++)
+    for (int column = 0; column < 8; column++) b[i][column] = tile.b[i][column];
+  for (int row = 0; row < 16; row++) {
+    Row sum;
+    memcpy(&sum, tile.d[row], sizeof sum);
+    for (int i = 0; i < kOfRow; i++) sum += double(all.a[row][i]) * b[kSparse ? all.place[row][i] : i];
+    memcpy(tile.d[row], &sum, sizeof sum);
+  }
+}
+
+// Its fragments come from all lanes, of kDepth k of B: kDepth / 8 words of each tile. Sums are rounded once a product.
+template <int kDepth, bool kBfloat16, bool kSparse = false>
+void multiply(float (*d)[4], const uint32_t* a, const uint32_t* b, int tiles = 1) {
+  constexpr int kOfRow = kSparse ? kDepth / 2 : kDepth;
+  const int g = lane() / 4, t = lane() % 4;
   Matrices& all = matrices[warp()];
-  for (int i = 0; i < of_row / 2; i++)
-    all.a[g + i / 2 % 2 * 8][2 * t + i % 2 + i / 4 * 8] = half_of(a, i, bfloat16);
-  for (int i = 0; i < depth / 4; i++) all.b[2 * t + i % 2 + i / 2 * 8][g] = half_of(b, i, bfloat16);
-  for (int i = 0; i < 4; i++) all.d[g + i / 2 * 8][2 * t + i % 2] = d[i];
+#pragma GCC unroll 8
+  for (int i = 0; i < kOfRow / 2; i++)
+    all.a[g + i / 2 % 2 * 8][2 * t + i % 2 + i / 4 * 8] = half_of<kBfloat16>(a, i);
+  for (int j = 0; j < tiles; j++) {
+    Tile& tile = all.tiles[j];
+#pragma GCC unroll 8
+    for (int i = 0; i < kDepth / 4; i++)
+      tile.b[2 * t + i % 2 + i / 2 * 8][g] = half_of<kBfloat16>(b + kDepth / 8 * j, i);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) tile.d[g + i / 2 * 8][2 * t + i % 2] = d[j][i];
+  }
   meet(block->warp_barriers[warp()], 32, [&] {
-    for (int row = 0; row < 16; row++)
-      for (int i = 0; i < of_row; i++)
-        for (int column = 0; column < 8; column++)
-          all.d[row][column] += double(all.a[row][i]) * all.b[kSparse ? all.place[row][i] : i][column];
+    for (int j = 0; j < tiles; j++) add_products<kOfRow, kDepth, kSparse>(all, all.tiles[j]);
   });
-  for (int i = 0; i < 4; i++) d[i] = float(all.d[g + i / 2 * 8][2 * t + i % 2]);
+  for (int j = 0; j < tiles; j++)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) d[j][i] = float(all.tiles[j].d[g + i / 2 * 8][2 * t + i % 2]);
 }
 void product(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth, bool bfloat16) {
-  multiply<false>(d, a, b, depth, bfloat16);
+  if (depth == 16) bfloat16 ? multiply<16, true>(&d, a, b) : multiply<16, false>(&d, a, b);
+  else bfloat16 ? multiply<8, true>(&d, a, b) : multiply<8, false>(&d, a, b);
+}
+void products(float (*d)[4], const uint32_t* a, const uint32_t* b, int tiles, bool bfloat16) {
+  bfloat16 ? multiply<16, true>(d, a, b, tiles) : multiply<16, false>(d, a, b, tiles);
 }
 // Of 8 k, whose last bits are cut off.
 void product_tf32(float (&d)[4], const uint32_t* a, const uint32_t* b) {
   const int g = lane() / 4, t = lane() % 4;
   Matrices& all = matrices[warp()];
+  Tile& tile = all.tiles[0];
   for (int i = 0; i < 4; i++) all.a[g + i % 2 * 8][t + i / 2 * 4] = from_bits(a[i] & ~0x1fffu);
-  for (int i = 0; i < 2; i++) all.b[t + i * 4][g] = from_bits(b[i] & ~0x1fffu);
-  for (int i = 0; i < 4; i++) all.d[g + i / 2 * 8][2 * t + i % 2] = d[i];
-  meet(block->warp_barriers[warp()], 32, [&] {
-    for (int row = 0; row < 16; row++)
-      for (int i = 0; i < 8; i++)
-        for (int column = 0; column < 8; column++)
-          all.d[row][column] += double(all.a[row][i]) * all.b[i][column];
-  });
-  for (int i = 0; i < 4; i++) d[i] = float(all.d[g + i / 2 * 8][2 * t + i % 2]);
+  for (int i = 0; i < 2; i++) tile.b[t + i * 4][g] = from_bits(b[i] & ~0x1fffu);
+  for (int i = 0; i < 4; i++) tile.d[g + i / 2 * 8][2 * t + i % 2] = d[i];
+  meet(block->warp_barriers[warp()], 32, [&] { add_products<8, 8, false>(all, tile); });
+  for (int i = 0; i < 4; i++) d[i] = float(tile.d[g + i / 2 * 8][2 * t + i % 2]);
 }
 void product_sparse(float (&d)[4], const uint32_t* a, const uint32_t* b, uint32_t selectors) {
   const int g = lane() / 4, t = lane() % 4;
@@ -340,7 +373,7 @@ void product_sparse(float (&d)[4], const uint32_t* a, const uint32_t* b, uint32_
     int* const place = matrices[warp()].place[g + i / 4 * 8] + 2 * four;
     place[0] = 4 * four + first, place[1] = 4 * four + second;
   }
-  multiply<true>(d, a, b, 32, false);
+  multiply<32, false, true>(&d, a, b);
 }
 
 // -------------------------------------------------------------------------------- barriers in shared memory

@@ -14,7 +14,7 @@
 #pragma GCC visibility push(default)
 namespace emulation {
 
-constexpr int kSharedBytes = 227 << 10, kMostThreads = 1024;
+constexpr int kSharedBytes = 227 << 10, kMostThreads = 1024, kMostTiles = 32;
 
 struct Index {
   unsigned x = 0, y = 0, z = 0;
@@ -58,6 +58,7 @@ void copy_later(void* to, const void* from, int bytes);  // from a null pointer:
 void commit_copies();
 void await_copies(int pending);
 void product(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth, bool bfloat16);
+void products(float (*d)[4], const uint32_t* a, const uint32_t* b, int tiles, bool bfloat16);  // of 16 k, by 8 columns
 void product_tf32(float (&d)[4], const uint32_t* a, const uint32_t* b);
 void product_sparse(float (&d)[4], const uint32_t* a, const uint32_t* b, uint32_t selectors);
 void initialize(uint64_t* barrier, int arrivals);
