@@ -28,7 +28,7 @@ from inline_kernels.loader.library import key_of
 from inline_kernels.loader.operators import is_watched, precision
 from inline_loader import BuildError
 
-from . import support
+from . import library, support
 from .operator import Decision
 
 LEAST, MOST, SECONDS = 3, 25, 0.3  # rounds of a choice, and when no other one begins
@@ -135,12 +135,8 @@ def _least(trials: dict[str, Callable], on_gpu: bool) -> dict[str, float]:
 
 
 def _clock(run: Callable, on_gpu: bool) -> float:
-    """A GPU's own time: its clock begins when the host has launched all, or most."""
-    if not on_gpu:
-        start = time.perf_counter()
-        run()
-        return (time.perf_counter() - start) * 1e3
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1 << 20)  # half a millisecond
-    begin.record(), run(), end.record(), end.synchronize()
-    return begin.elapsed_time(end)
+    if on_gpu:
+        return library.milliseconds(run)
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
