@@ -99,7 +99,8 @@ class Chain:
         self.sources = []
         for part in parts:
             for table, last in part.sources:
-                if own.setdefault((id(table), last), len(given) + len(own)) == len(given) + len(self.sources):
+                if (id(table), last) not in own:
+                    own[id(table), last] = len(given) + len(own)
                     self.sources.append((table, last))
         self.count = len(given) + len(self.sources)
         place = {node: i for i, node in enumerate(given)} | {
@@ -112,16 +113,11 @@ class Chain:
         self.results = [place[node] for node in results]
         self.found = _finding(self.results)
         self.written = sorted({places[i] for part, places in zip(parts, self.of) for i in part.updated})
+        self.drops: list[list[int]] = [[] for _ in parts]  # by part, results that nothing needs behind it
         last = {place: number for number, places in enumerate(self.of) for place in places}
-        # Of results, by part, those that nothing needs behind it.
-        self.drops = [
-            [
-                i
-                for i, number in last.items()
-                if number == own_number and i >= self.count and i not in self.results
-            ]
-            for own_number in range(len(parts))
-        ]
+        for at, number in last.items():
+            if at >= self.count and at not in self.results:
+                self.drops[number].append(at)
         self.counters = [table for part in parts for table in part.counters]
         self.counts = parts[0].counts
 
