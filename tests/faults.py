@@ -131,7 +131,7 @@ FAULTS = [
     Fault("inline_kernels/engine/chain.py", "        ctx.maybe_clear_saved_tensors()", "        pass", "test_engine_chain.py -k memory"),
     Fault("inline_kernels/engine/chain.py", "            a = y = None\n            for i in drops:\n                values[i] = None\n        return", "        return", "test_engine_chain.py -k memory"),
     Fault("inline_kernels/engine/inside.py", "return all(special) and ", "return ", "test_engine_inside.py -k asked"),
-    Fault("inline_kernels/engine/inside.py", "found and _least_ms(ours) <= _SLOW * _least_ms(alone)", "found", "test_engine_inside.py -k asked"),
+    Fault("inline_kernels/engine/inside.py", "found and _least_ms(ours, x.device) <= _SLOW * _least_ms(alone, x.device)", "found", "test_engine_inside.py -k asked"),
     Fault("inline_kernels/engine/inside.py", "if kind in found or spaces", "if spaces", "test_engine_inside.py -k which_tails"),
     Fault("inline_kernels/engine/inside.py", "not case.last or between.rounds(segment, x) or not", "not", "test_engine_inside.py -k between"),
     Fault("inline_kernels/engine/layouts.py", "return cls(turn, rounds) if rounds", "return cls(turn, False) if rounds", "test_engine_chain.py -k turned_together"),

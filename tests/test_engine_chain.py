@@ -214,6 +214,46 @@ def test_graphs_that_are_retained_and_batches_of_gradients(monkeypatch):
         z.sum().backward()
 
 
+def test_many_gradients_at_once_free_nothing():
+    """Without the graph being retained: each of a batch reads what was saved."""
+    fast, x = fuse(Skips()), torch.randn(1, 3, 5, 6, requires_grad=True)
+
+    def whole(m):
+        return lambda x: m(x)[1].mean((2, 3))
+
+    fast(x)
+    ours = torch.autograd.functional.jacobian(whole(fast), x, vectorize=True)
+    torch.testing.assert_close(ours, torch.autograd.functional.jacobian(whole(fast), x))
+
+
+def test_what_nobody_reads(monkeypatch):
+    """Statistics of a norm are written all the same."""
+
+    class Unread(Skips):
+        def forward(self, x):
+            F.relu(self.norm(self.again(F.relu(self.first(x)))))
+            return x * 2
+
+    class Beside(Skips):
+        def forward(self, x):
+            x = F.relu(self.first(x))
+            F.relu(self.norm(self.again(x)))
+            return F.relu(self.again(x))
+
+    for make in (Unread, Beside):
+        fast, alone = two(make, monkeypatch)
+        for _ in range(2):
+            x = torch.randn(2, 3, 9, 10)
+            assert_alike([fast(x), *fast.buffers()], [alone(x), *alone.buffers()])
+
+
+def test_tensors_without_memory():
+    fast = fuse(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()))
+    x = torch.randn(2, 3, 9, 10)
+    for _ in range(2):
+        assert fast(x.to("meta")).shape == fast(x).shape
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints(reentrant, monkeypatch):
     """From the first call on what is saved is the same."""

@@ -84,7 +84,7 @@ class Library:
         monkeypatch.setattr(inside, "_add_relu", self.add_relu)
         monkeypatch.setattr(inside, "_answers", {})
         monkeypatch.setattr(capturing, "capture", lambda *given, **_: capture(*given, bare=True))
-        monkeypatch.setattr(inside, "_least_ms", lambda call: call() is None or self.times.pop())
+        monkeypatch.setattr(inside, "_least_ms", lambda call, device: call() is None or self.times.pop())
         self.times = [1.0, 1.0] * 50  # of the library's convolution alone, and of it with the tail
         addmm = torch.addmm
         monkeypatch.setattr(torch, "addmm", lambda *given: self.calls.append(given) or addmm(*given))

@@ -44,14 +44,14 @@ def chained(
 ) -> tuple[fx.Graph, list[Place], list[Chain | Part]]:
     """graph with places for what it calls: chains of segments that follow one another, and parts that are alone. parts: by the segments that
     the graph calls."""
-    runs = [run for run in _runs(graph, parts) if len(run) > 1]
+    runs = [run for run in _runs(graph, parts) if len(run) > 1 and any(_leaves(one, run) for one in run)]
     inside, ends = {node for run in runs for node in run}, {run[-1]: run for run in runs}
     made, values, places, called = fx.Graph(), {}, [], []
     for node in graph.nodes:
         if node in ends:
             run = ends[node]
             given = [*dict.fromkeys(a for one in run for a in one.args if a not in run)]
-            results = [one for one in run if any(user not in run for user in one.users)]
+            results = [one for one in run if _leaves(one, run)]
             called.append(Chain([parts[one.target] for one in run], run, given, results))
             call = made.call_function(Place(), tuple(values[a] for a in given))
             places.append(call.target)
@@ -67,6 +67,11 @@ def chained(
                 values[node].target = Place()
                 places.append(values[node].target)
     return made, places, called
+
+
+def _leaves(one: fx.Node, run: Sequence[fx.Node]) -> bool:
+    """Does anything else read that result?"""
+    return any(user not in run for user in one.users)
 
 
 def _runs(graph: fx.Graph, parts: Mapping[Callable, Part]) -> list[list[fx.Node]]:
@@ -114,7 +119,8 @@ class Chain:
         self.found = _finding(self.results)
         self.written = sorted({places[i] for part, places in zip(parts, self.of) for i in part.updated})
         self.drops: list[list[int]] = [[] for _ in parts]  # by part, results that nothing needs behind it
-        last = {place: number for number, places in enumerate(self.of) for place in places}
+        last = {self.count + number: number for number in range(len(parts))}  # one that nobody reads
+        last |= {place: number for number, places in enumerate(self.of) for place in places}
         for at, number in last.items():
             if at >= self.count and at not in self.results:
                 self.drops[number].append(at)
@@ -157,13 +163,17 @@ class Chain:
 
     def _decide(self, given: tuple, tensors: tuple, situation: Situation):
         """The first call in a situation. From it on all calls save the same for backward, as who runs them again (checkpoints) expects."""
+        if any([isinstance(t, Tensor) and t.is_meta for t in given]):  # which a plan may be asked for
+            return self._one_by_one(given)
         epoch, values, steps = self.epoch, [*tensors], []
-        for part, places in zip(self.parts, self.of):
+        for part, places, drops in zip(self.parts, self.of, self.drops):
             step, like, for_good = part.foreseen([values[i] for i in places[: part.inputs]])
             if step is None:
                 break
             steps.append(step)
             values.append(torch.empty_like(like, device=tensors[0].device).requires_grad_(step.saving))
+            for i in drops:  # so that no more memory is taken than by what will run
+                values[i] = None
         else:
             situation.run, for_good = _Run(self, steps).bound(), True
         del values
@@ -354,12 +364,14 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dys: Tensor | None):
-        if is_grad_enabled() or any(map(is_legacy_batchedtensor, filter(_is_there, dys))):
-            return backward_seldom(_Function.backward, ctx, dys, "a chain of segments")
-        given = [*ctx.saved_tensors]
-        ctx.maybe_clear_saved_tensors()  # so that memory is free as soon as it was read; not where the graph is retained
-        return None, *ctx.run.backward(dys, given, ctx.needs_input_grad[1:])
+        if is_grad_enabled() or any([dy is not None and is_legacy_batchedtensor(dy) for dy in dys]):
+            return backward_seldom(_gradients, ctx, dys, "a chain of segments")
+        return _gradients(ctx, *dys, clears=True)
 
 
-def _is_there(t: Tensor | None) -> bool:
-    return t is not None
+def _gradients(ctx, *dys: Tensor | None, clears: bool = False) -> tuple:
+    """clears: memory that was saved is free as soon as it was read, but where the graph is retained."""
+    given = [*ctx.saved_tensors]
+    if clears:
+        ctx.maybe_clear_saved_tensors()
+    return None, *ctx.run.backward(dys, given, ctx.needs_input_grad[1:])

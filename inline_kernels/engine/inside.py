@@ -66,12 +66,15 @@ def _terms(node: Node) -> list[Node]:
 def runs(case: Case) -> bool:
     """Does the library run it so, with arguments like these? False, too, where it can't be asked and hasn't been: while a graph is captured or code
     is traced, or where there is no memory for it; and in deterministic mode, for it is timed, too."""
-    tail = None if case.saving or case.device != "cuda" or not _relu else tail_of(case.segment)
+    known = _relu and case.device == "cuda" and not (case.saving or case.exact_order)
+    tail = tail_of(case.segment) if known and torch.backends.cudnn.enabled else None
     if tail is None or torch.are_deterministic_algorithms_enabled() or not _fits(case, tail):
+        return False
+    if tail.bias is None and support.capturing():  # zeros stand for it, which would be written at each replay
         return False
     conv, cudnn, x, weight = case.segment.conv, torch.backends.cudnn, case.x, case.weight
     how, kind = library.Convolution.of(conv, weight).settings, (tail.added is not None, tail.has_relu)
-    flags = library.may_run_tf32(x), cudnn.version(), cudnn.benchmark, cudnn.deterministic
+    flags = library.may_run_tf32(x), cudnn.version(), cudnn.benchmark, cudnn.deterministic, _reductions()
     key = x.device, *x.shape, *weight.shape, x.dtype, how, kind, flags
     with _lock:
         if key not in _answers:
@@ -79,6 +82,12 @@ def runs(case: Case) -> bool:
                 return False
             _answers[key] = _asked(x, weight, how, *kind)
         return _answers[key]
+
+
+def _reductions() -> tuple[bool, bool]:
+    """May products of matrices be added up in 16 bits?"""
+    matmul = torch.backends.cuda.matmul
+    return matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
 
 
 def _fits(case: Case, tail: Tail) -> bool:
@@ -100,8 +109,8 @@ def _fits(case: Case, tail: Tail) -> bool:
         shapes[tail.added] = [sizes.N, sizes.C, *sizes.levels["e"][1:]]
     for place, shape in shapes.items():
         t = case.arguments[place]
-        last = len(shape) == 1 or t.is_contiguous(memory_format=torch.channels_last)
-        if [*t.shape] != shape or t.dtype != x.dtype or not last:
+        layout = torch.contiguous_format if len(shape) == 1 else torch.channels_last
+        if [*t.shape] != shape or t.dtype != x.dtype or not t.is_contiguous(memory_format=layout):
             return False
     return True
 
@@ -151,13 +160,14 @@ def _asked(x: Tensor, weight: Tensor, how: Sequence, added: bool, has_relu: bool
                 found = found and is_right(image)
             ours = functools.partial(_run, image, filters, bias, other, how, has_relu)
             alone = functools.partial(torch.conv2d, image, filters, None, *how)
-            return found and _least_ms(ours) <= _SLOW * _least_ms(alone)
+            return found and _least_ms(ours, x.device) <= _SLOW * _least_ms(alone, x.device)
     except RuntimeError:  # there is none, or no memory
         return False
 
 
-def _least_ms(call: Callable) -> float:
-    return min([library.milliseconds(call) for _ in range(4)])
+def _least_ms(call: Callable, device: torch.device) -> float:
+    with torch.cuda.device(device):
+        return min([library.milliseconds(call) for _ in range(4)])
 
 
 def _run(
@@ -175,6 +185,8 @@ def planned(plan, case: Case) -> Callable[..., Tensor]:
     tail, weight_at = tail_of(case.segment), len(case.segment.inputs)
     how, operands = layouts.operands_of(plan, case.x, case.weight, plan.runs)
     nothing = case.x.new_zeros(case.sizes.C) if tail.bias is None else None
+    if nothing is not None and nothing.is_cuda:  # other streams read it, too
+        torch.cuda.current_stream(nothing.device).synchronize()
 
     def run(a: Sequence, turned: Tensor | None = None) -> Tensor:
         x, weight = operands(a[0], a[weight_at], turned)

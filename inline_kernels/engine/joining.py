@@ -259,7 +259,9 @@ class Plan:
         table += [
             entry(f"bias_{i}", argument=self.first_bias + k, last=False) for k, i in enumerate(self.biased)
         ]
-        rounds = [bool(t) and self.rounds and join.result == OPERAND for t in join.parts]
+        # One channel lies in both layouts alike, and is written without rounding.
+        rounded = [not t and library.is_channels_last(x) for t, x in zip(join.parts, a)]
+        rounds = [self.rounds and join.result == OPERAND and not known for known in rounded]
         bind = functools.partial(
             self.kernels.join.bound, *self._numbers(rounds), trusting=True, new=new_of(table)
         )

@@ -214,11 +214,16 @@ class Part:
         return situation.run(*tensors, *drawing.drawn(tensors[0], situation.drawn, False))
 
     def foreseen(self, given: Sequence[Tensor]) -> tuple[Step | None, Tensor | None, bool]:
-        """For a chain: what runs, and what its result is like, without memory; or None, and whether that is for good. Nothing is computed."""
-        decision = self.decision(tuple(given))
-        if decision.timing or decision.runs == "eager":
-            return None, None, not decision.timing
-        tensors = (*given, *self.tensors())
+        """For a chain: what runs, and what its result is like, without memory; or None, and whether that is for good. Nothing is computed, but what
+        is to be timed is."""
+        tensors, decision = (*given, *self.tensors()), self.decision(tuple(given))
+        if decision.timing:
+            check_memory(*tensors)
+            if not timed.time_candidates(self, tensors, *decision.timing):
+                return None, None, False
+            decision = self.decision(tuple(given))
+        if decision.runs == "eager":
+            return None, None, True
         check_memory(*tensors)
         return self._bound(tensors, None, decision)[1], decision.like, True
 

@@ -35,6 +35,9 @@ PLAIN = (Tensor, torch.nn.Parameter)
 LOW = 2**32  # a tensor whose storage was freed lies lower, at 0, as a view of it at its offset
 # Behind torch.backends.cudnn.conv.fp32_precision, where there is one: a property in Python, which takes a microsecond.
 _precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+_LIBRARYS = (
+    torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark, torch._C._get_cudnn_deterministic, torch._C._get_deterministic_algorithms
+)  # fmt: skip
 _KEPT_PLANS = 256  # of an operator; past them it starts anew
 # By operator, for all copies of this module in a process: an exported cell that is edited and run again makes another.
 _libraries: dict[str, torch.library.Library] = vars(torch.library).setdefault("_inline_kernels", {})
@@ -86,11 +89,12 @@ def described(*tensors: Tensor) -> tuple:
 
 
 def precision(x: Tensor) -> object:
-    """PyTorch's setting of TF32 for a GPU's convolutions: the newer one where there is one, for reading the older may then raise."""
+    """PyTorch's settings by which a GPU's library chooses what convolves. Of TF32 the newer one where there is one, for reading the older may then
+    raise."""
     if not x.is_cuda:
         return None
     setting = _precision("cuda", "conv") if _precision else torch.backends.cudnn.allow_tf32
-    return torch._C._get_cudnn_enabled(), setting
+    return setting, *[read() for read in _LIBRARYS]
 
 
 def is_watched(*tensors: Tensor) -> bool:
