@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 import inline_loader
 import numerics
 from engine_stand_in import stand_in  # noqa: F401
-from inline_kernels.engine import composed, schedule, structure
+from inline_kernels.engine import composed, schedule, structure, support
 from inline_kernels.engine import part as parts
 from inline_kernels.engine.fuse import fuse
 from inline_kernels.engine.variants import fused
@@ -812,7 +812,7 @@ def test_train_and_eval_are_captured_apart_once(made):
 
 
 def test_situations_that_are_kept_are_few(made, monkeypatch):
-    monkeypatch.setattr(parts, "_KEPT_SITUATIONS", 3)
+    monkeypatch.setattr(support, "_KEPT_SITUATIONS", 3)
     _, fast, x = pair(Pointwise, called=False)
     with torch.no_grad():
         for count, decided in (

@@ -24,9 +24,8 @@ from inline_kernels.loader.operators import backward_seldom, is_watched
 
 from . import layouts, library, schedule
 from .part import Part, Step
-from .support import Situation
+from .support import Keeping, Situation
 
-_KEPT_SITUATIONS = 16  # of one chain, the last met
 _is_distributed = torch.distributed.is_initialized if torch.distributed.is_available() else bool
 
 
@@ -85,11 +84,9 @@ def _runs(graph: fx.Graph, parts: Mapping[Callable, Part]) -> list[list[fx.Node]
     return found
 
 
-class Chain:
+class Chain(Keeping):
     """Called with its inputs it gives its result, or a tuple of them. Values have places: inputs first, then the parts' own tensors, each once,
     then a result of each part."""
-
-    __name__ = "chain"
 
     def __init__(
         self,
@@ -98,10 +95,9 @@ class Chain:
         given: Sequence[fx.Node],
         results: Sequence[fx.Node],
     ):
-        self.parts, self.epoch = parts, 0
-        self.situations: list[Situation] = []
+        super().__init__()
+        self.parts = parts
         own: dict[tuple[int, str], int] = {}  # by table and name: a tensor that two parts have
-        self.sources = []
         for part in parts:
             for table, last in part.sources:
                 if (id(table), last) not in own:
@@ -132,26 +128,14 @@ class Chain:
             return self._one_by_one(given)
         try:
             tensors = (*given, *[table[last] for table, last in self.sources])
-            for situation in self.situations:
-                if situation.holds(tensors):
-                    break
-            else:
-                situation = Situation(tensors)
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # as in Part.__call__
+        except KeyError:  # a parameter is gone
+            return self._one_by_one(given)
+        situation = self.situation(tensors)
+        if situation is None:
             return self._one_by_one(given)
         if not situation.decided:
             return self._decide(given, tensors, situation)
-        if situation is not self.situations[0]:
-            self._put_first(situation)
         return self._run(situation, given, tensors)
-
-    def forget(self) -> None:
-        self.epoch += 1
-        self.situations = []
-
-    def _put_first(self, situation: Situation) -> None:
-        others = [other for other in self.situations if other is not situation]
-        self.situations = [situation, *others[: _KEPT_SITUATIONS - 1]]
 
     def _one_by_one(self, given: Sequence[Tensor]):
         values = [*given, *[None] * (self.count - len(given) + len(self.parts))]
@@ -179,7 +163,7 @@ class Chain:
         del values
         situation.decided = True
         if for_good and epoch == self.epoch:
-            self._put_first(situation)
+            self.keep(situation)
         return self._run(situation, given, tensors)
 
     def _run(self, situation: Situation, given: tuple, tensors: tuple):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -29,10 +28,9 @@ from .launching import ANYWHERE, Entry, Launch, new_of
 from .layouts import Turns
 from .part import building
 from .source import TRANSPOSE
-from .support import Situation
+from .support import Keeping
 
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
-_KEPT_SITUATIONS = 16  # of one join, the last met
 _convolution_backward = torch.ops.aten.convolution_backward.default._op
 _OF_CONVOLUTION = {"forward": "dx", "dx": "forward", "dw": "dw"}  # what a transposed one's is
 
@@ -64,28 +62,18 @@ def joined(captured, model: nn.Module, segments: Sequence) -> tuple[fx.Graph, li
     return graph, places, joiners
 
 
-class Joiner:
+class Joiner(Keeping):
     """A Join of one model: called with its parts, the x of a transposed convolution in the place of its result. What it decided in a situation it
     keeps."""
 
     def __init__(self, join: Join, model: nn.Module):
+        super().__init__()
         self.join = join
         self.modules = [t and model.get_submodule(t.name) for t in join.parts]
         own = [(module._parameters, t.has_bias) for module, t in zip(self.modules, join.parts) if t]
         self.sources = [(table, "weight") for table, _ in own] + [
             (table, "bias") for table, has in own if has
         ]
-        self.situations: list[Situation] = []
-        self.once: Callable | None = None
-
-    def guard_once(self, given: Sequence[fx.Node]) -> None:
-        """As a Part's."""
-        if len({*given}) < len(given):
-            first = [i for i, each in enumerate(given) if each not in given[:i]]
-            self.once = itemgetter(*first, *range(len(given), len(given) + len(self.sources)))
-
-    def forget(self) -> None:
-        self.situations = []
 
     def request(self, dtype: torch.dtype) -> list[dict]:
         """What inline_loader has to build for it, in a model whose first input is of that type."""
@@ -94,23 +82,13 @@ class Joiner:
 
     def __call__(self, *given: Tensor) -> Tensor:
         tensors = (*given, *[table[last] for table, last in self.sources])
-        try:
-            guarded = tensors if self.once is None else self.once(tensors)
-            for situation in self.situations:
-                if situation.holds(guarded):
-                    break
-            else:
-                situation = Situation(guarded)
-        except (
-            AttributeError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # of what those guards know no situation
+        situation, epoch = self.situation(tensors), self.epoch
+        if situation is None:
             return self._decided(tensors)(*tensors)
         if not situation.decided:
             situation.run, situation.decided = self._decided(tensors), True
-            self.situations = [situation, *self.situations[: _KEPT_SITUATIONS - 1]]
+            if epoch == self.epoch:
+                self.keep(situation)
         return situation.run(*tensors)
 
     def _decided(self, tensors: tuple[Tensor, ...]) -> Callable:

@@ -8,7 +8,6 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -24,9 +23,8 @@ from .edited import edited
 from .guards import Guards
 from .operator import SCHEDULES, Decision, Names, Reference, SegmentOperator, first, operator_of
 from .passes import Unsupported
-from .support import NOT_THE_MODEL, Situation
+from .support import NOT_THE_MODEL, Keeping, Situation
 
-_KEPT_SITUATIONS = 16  # of one segment, the last met
 _said: set[tuple[str, str]] = set()  # of a device, why kernels can't be built
 
 
@@ -106,7 +104,7 @@ def count_batches(counters: Sequence[Tensor]) -> None:
             count.add_(1)
 
 
-class Part:
+class Part(Keeping):
     """A segment of one model: called with its inputs, it gives its result. What it decided in a situation it keeps."""
 
     def __init__(
@@ -119,10 +117,9 @@ class Part:
         asked: Asked,
         counts: Counts,
     ):
+        super().__init__()
         self.segment, self.guards, self.stale, self.asked, self.counts = segment, guards, stale, asked, counts
         self.name, self.model = segment.conv.name or segment.parameters[0], weakref.ref(model)
-        self.situations: list[Situation] = []
-        self.epoch = 0  # rises where situations are forgotten
         self.modules = {name: model.get_submodule(name) for name in sorted(called(segment))}
         self.altered = next(filter(None, [support.altered(*each) for each in self.modules.items()]), None)
         known = {*segment.parameters, *segment.buffers, *segment.scalars}
@@ -145,7 +142,6 @@ class Part:
         self.own = Names(segment)
         self.names, self.inputs = self.own.tensors, self.own.inputs
         self.sources = [_source(model, constants, name) for name in self.names[self.inputs :]]
-        self.once = None  # gives of the tensors those that differ; None: all
         self.shapes = [table[last].shape for table, last in self.sources]
         self.eager_code = Code(segment.eager, constants).function()
         counters = [update.mean_buffer.rpartition(".")[0] for update in segment.updates]
@@ -155,12 +151,6 @@ class Part:
     def updated(self) -> range:
         """The places of the tensors that are written."""
         return range(len(self.names) - len(self.own.updated), len(self.names))
-
-    def guard_once(self, given: Sequence) -> None:
-        """given: what tells the inputs apart. Guards take no tensor that stands for two."""
-        if len(set(given)) < len(given):
-            first = [i for i, each in enumerate(given) if each not in given[:i]]
-            self.once = itemgetter(*first, *range(len(given), len(self.names)))
 
     def _operator_of(self, name: str, schedule: object) -> SegmentOperator:
         return operator_of(self.segment, self.modules, self.others, self.exact_order, name, schedule)
@@ -194,19 +184,11 @@ class Part:
     def __call__(self, *given):
         try:
             tensors = (*given, *[table[last] for table, last in self.sources])
-            guarded = tensors if self.once is None else self.once(tensors)
-            for situation in self.situations:
-                if situation.holds(guarded):
-                    break
-            else:
-                situation = Situation(guarded)
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-            # What those guards know no situation of, as one tensor that stands for two: decided each time.
+        except KeyError:  # a parameter is gone
             return self._decide(given, None)
-        if not situation.decided:
+        situation = self.situation(tensors)
+        if situation is None or not situation.decided:
             return self._decide(given, situation)
-        if situation is not self.situations[0]:
-            self._put_first(situation)
         if situation.run is None:
             return self.eager(*given)
         if situation.drawn is None:
@@ -262,19 +244,10 @@ class Part:
             run = functools.partial(_run_eager, self.eager_code, self.model, self.inputs)
         if situation is not None and epoch == self.epoch:
             situation.decided, situation.run, situation.drawn = True, run, drawn
-            self._put_first(situation)
+            self.keep(situation)
         if run is None or decision.runs == "eager":
             return self.eager(*given)
         return run(*tensors, *(() if drawn is None else drawing.drawn(tensors[0], drawn, False)))
-
-    def forget(self) -> None:
-        """What is kept: a number has changed, or kernels."""
-        self.epoch += 1
-        self.situations = []
-
-    def _put_first(self, situation: Situation) -> None:
-        others = [other for other in self.situations if other is not situation]
-        self.situations = [situation, *others[: _KEPT_SITUATIONS - 1]]
 
     def _bound(
         self, tensors: tuple, drawn: bool | None, decision: Decision

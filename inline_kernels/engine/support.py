@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from operator import or_
+from operator import itemgetter, or_
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,7 @@ _METHODS = nn.Module.__call__, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward
 _FORWARDS = {cls: cls.forward for cls in vars(nn.modules).values() if hasattr(cls, "forward")}
 _functions_version = None  # of the last look at which all were PyTorch's; none yet, or nowhere
 
+_KEPT_SITUATIONS = 16  # of each that keeps some
 NOT_THE_MODEL = "the input does not fit the model, and eager's error says why"
 
 
@@ -197,6 +198,48 @@ class Situation:
                 return False
             self.addresses = addresses if min(addresses) >= LOW else []
         return True
+
+
+class Keeping:
+    """What keeps what it decided in a situation, of the last it met. Called with inputs, it has tensors of its own behind them, at `sources`. epoch:
+    rises where situations are forgotten."""
+
+    def __init__(self):
+        self.situations: list[Situation] = []
+        self.epoch, self.sources = 0, []
+        self.once = None  # gives of the tensors those that differ; None: all
+
+    def guard_once(self, given: Sequence) -> None:
+        """given: what tells the inputs apart. Guards take no tensor that stands for two."""
+        if len(set(given)) < len(given):
+            first = [i for i, each in enumerate(given) if each not in given[:i]]
+            self.once = itemgetter(*first, *range(len(given), len(given) + len(self.sources)))
+
+    def forget(self) -> None:
+        """What is kept: a number has changed, or kernels."""
+        self.epoch += 1
+        self.situations = []
+
+    def situation(self, tensors: tuple[Tensor, ...]) -> Situation | None:
+        """That which is kept, or a new one. None: those guards know none, as where one tensor stands for two, or the memory of one was freed."""
+        known = self.situations
+        try:
+            guarded = tensors if self.once is None else self.once(tensors)
+            for found in known:
+                if found.holds(guarded):
+                    break
+            else:
+                return Situation(guarded)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return None
+        if found is not known[0]:
+            self.keep(found)
+        return found
+
+    def keep(self, situation: Situation) -> None:
+        """The first of those that are."""
+        others = [other for other in self.situations if other is not situation]
+        self.situations = [situation, *others[: _KEPT_SITUATIONS - 1]]
 
 
 def _alignment(addresses: Sequence[int], tensors: tuple[Tensor, ...]) -> list[int] | None:
