@@ -16,6 +16,7 @@ import re
 import shutil
 import struct
 import subprocess
+import tempfile
 from pathlib import Path
 
 import filelock
@@ -144,7 +145,6 @@ FLAGS = [
     "-fvisibility=hidden",
     "-isystem",
     str(HEADERS),
-    *["-fuse-ld=gold"] * bool(shutil.which("ld.gold")),  # in half of the time
 ]
 
 
@@ -157,8 +157,18 @@ def once(made: Path, make) -> Path:
     return made
 
 
+@functools.cache
+def linker() -> list[str]:
+    """gold links in half of the time, where it finds the compiler's libraries."""
+    gold = "-fuse-ld=gold"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [COMPILER, gold, "-shared", "-x", "c++", os.devnull, "-o", Path(folder, "empty.so")]
+        return [gold] * (subprocess.run(command, capture_output=True).returncode == 0)
+
+
 def compile_with(*arguments: str | Path) -> None:
-    done = subprocess.run([COMPILER, *FLAGS, *map(str, arguments)], capture_output=True, text=True)
+    command = [COMPILER, *FLAGS, *linker(), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
