@@ -25,7 +25,7 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
   const conv::Walk walk{{1, s, s}, {0, b, b}, {0, e, e}, {1, d, d}};
 #endif
   using Operands = conv::Operands<value_t, SPLIT>;
-#if X_LAST == Y_LAST
+#if X_LAST == Y_LAST || !FOLDED
   conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST, FOLDED, Y_LAST, false>(
       x, weight, walk, stream, conv::Stored{y, conv::Identity{}});
 #else
@@ -68,14 +68,15 @@ def stream(folder):  # noqa: F811
     """stream(x, weight, columns, settings, x is channels last, y is): what the kernel writes."""
 
     def run(
-        x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2, split=False, folds=True
+        x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2, split=False, views=False
     ):
         axes = "DHW"[5 - weight.dim() :]
         dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", *(f"KERNEL_{axis}" for axis in axes)), weight.shape))
         result = result or x.dtype
         defines = dims | {"COLUMNS": columns, "X_LAST": int(x_last), "Y_LAST": int(y_last), "LEAD": lead}
         defines["SPLIT"] = int(split)
-        defines["FOLDED"] = choice.stream_folded(weight.shape, settings[-1], not x_last, split)
+        folded = choice.stream_folded(weight.shape, settings[-1], not x_last, split)
+        defines["FOLDED"] = 0 if views else folded
         defines |= {"VALUE_T": TYPES[x.dtype], "OUTPUT_T": TYPES[result]}
         kernels = Emulated(SOURCE, library_of(SOURCE, 900, defines, (), folder))
         kernels.library.emulation_device(2, 227 << 10)
@@ -128,6 +129,34 @@ def test_split(filters, image, columns, settings, stream):
     assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
     finite = eager.isfinite()
     torch.testing.assert_close(y[finite], eager[finite], rtol=1e-5, atol=1e-4)
+
+
+# Channels of one, two, three and five eights; an odd number of taps, and an even one; planes, rows and tiles that end anywhere.
+VIEWS = [
+    ((40, 8, 3, 3), (3, 9, 7), 128, (1, 1, 1, 1)),
+    ((72, 13, 3, 2), (2, 11, 40), 128, (1, 2, 1, 2)),
+    ((130, 24, 1, 3), (2, 1, 300), 192, (1, 0, 1, 1)),
+    ((32, 8, 3, 3, 3), (2, 4, 6, 17), 256, (1, 0, 0, 1)),
+    ((64, 40, 2, 2, 2), (2, 5, 6, 7), 128, (1, 1, 2, 1)),
+    ((24, 3, 1, 1), (2, 5, 130), 192, (1, 0, 0, 1)),
+]
+
+
+@pytest.mark.parametrize("y_last", [False, True])
+@pytest.mark.parametrize("case", range(len(VIEWS)))
+@pytest.mark.parametrize("dtype, split", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)])
+def test_views(dtype, split, case, y_last, stream):
+    """Operands that are views of a patch; infinities and NaN stay where they are, those of weights, too."""
+    filters, image, columns, settings = VIEWS[case]
+    x, weight = drawn(filters, image, dtype)
+    x[1] *= 1e-30
+    given = {"split": split, "views": True, "y_last": y_last}
+    assert_close(stream(x, weight, columns, settings, **given), x, weight, settings, split)
+    x[0].view(-1)[[5, 17]] = torch.tensor([INF, NAN], dtype=dtype)
+    if not split:  # its high parts of both would be zeros
+        weight[3].view(-1)[-1] = -INF
+    y, eager = stream(x, weight, columns, settings, **given), convolved(x.float(), weight.float(), settings)
+    assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
 
 
 @pytest.mark.parametrize("result, case", [(torch.float16, 7), (torch.float32, 0)], ids=str)

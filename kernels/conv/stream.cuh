@@ -2,15 +2,15 @@
 // is never written, to a sink, on compute capability 9.0. Operands as in
 // conv/wide.cuh.
 //
-//   conv/stream_operands.cuh  sizes, packing
-//   conv/stream_sm90.cuh      the convolution
+//   conv/stream_operands.cuh, conv/stream_views.cuh   sizes, packing
+//   conv/stream_sm90.cuh, conv/stream_views_sm90.cuh  the convolution, of operands that the copy engine gathers, or of views
 //   store/positions.cuh, reduce/stream.cuh   sinks
 //
 // Bytes at (128, 256, 28, 28), 3×3, 256 channels out, bfloat16, channels last: 51 MB read, 51 MB written.
 // Bound: 118 GFLOP, 0.15 ms at 800 TFLOP/s.
 #pragma once
 #include "conv/exact.cuh"
-#include "conv/stream_sm90.cuh"
+#include "conv/stream_views_sm90.cuh"
 #include "host/tensor.h"
 
 namespace conv {
@@ -116,7 +116,46 @@ inline int64_t stream_parts(int64_t positions, int columns) { return (positions 
 // x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest (N) becomes the bits of each
 // sample's largest magnitude, where operands are single its largest finite one. Where channels last values are
 // operands as they are, C is a multiple of 8. kFolded: taps of a row whose pixels are one row of operands, all of it
-// where columns are neighbours, or 1. behind(Doubts) computes again what a float16 can't hold.
+// where columns are neighbours, or 1; or kViews. behind(Doubts) computes again what a float16 can't hold.
+constexpr int kViews = 0;
+template <class Filter, class Operands, int kColumns, int kSharedLimit, class Tail, class Out, class More, class Behind>
+void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk, const Tail& tail,
+           const Out& out, const More& more, uint32_t* largest, cudaStream_t stream, const Behind& behind) {
+  using Conv = Views<Filter, Operands, (Filter::kOut > 64 ? 128 : 64), kColumns>;
+  using Loop = ViewsSm90<Conv, Tail, Out, More, kSharedLimit>;
+  expect(x.dims == Filter::kDims + 2 && x.size(1) == Filter::kIn, "an image of the channels that are compiled for");
+  const int taps[] = {Filter::kDepth, Filter::kHeight, Filter::kWidth};
+  const int64_t N = x.size(0);
+  Lattice at;
+  int64_t padded[3], results[3];
+  for (int d = 0; d < 3; d++) {
+    expect(walk.stride[d] == 1, "a filter that moves by single pixels");
+    at.extents[d] = d >= 3 - Filter::kDims ? int(x.size(d - 3)) : 1, at.before[d] = walk.before[d];
+    padded[d] = at.extents[d] + walk.before[d] + walk.behind[d], results[d] = walked(walk, d, at.extents[d], taps[d]);
+    expect(results[d] > 0, "an image that the filter fits into");
+  }
+  at.row = int(padded[2]), at.plane = int(padded[1] * padded[2]), at.sample = int(padded[0] * padded[1] * padded[2]);
+  at.OD = int(results[0]), at.OH = int(results[1]), at.OW = int(results[2]);
+  at.taps[0] = walk.dilation[0] * at.plane, at.taps[1] = walk.dilation[1] * at.row, at.taps[2] = walk.dilation[2];
+  at.patch = Conv::kTilePositions + (taps[1] - 1) * at.taps[1] + (taps[2] - 1) * at.taps[2];
+  const int64_t last = padded[0] * padded[1] * padded[2] * Conv::kUnits;
+  // Counted in int.
+  expect(last < (int64_t(1) << 30) && N * (at.sample + Conv::kTilePositions) < (int64_t(1) << 31), "sizes that are counted in int");
+  const int stages = Loop::stages(at);
+  expect(stages >= 2, "a patch of which shared memory has room for two");
+  if (N == 0) return;
+
+  const Scratch<int32_t> exponents(Conv::kPaddedOut, stream);
+  const Scratch<uint4> packed_weight(Conv::kPackedWeights, stream);
+  pack_views_weight_kernel<Conv><<<Conv::kPaddedOut, kPackThreads, 0, stream>>>(
+      packed_weight, exponents, largest, weight, N);
+  // The last tile's patches end behind the last pixel.
+  const Scratch<uint4> packed(N * last + Conv::kTilePositions + at.patch, stream);
+  pack_views<Conv>(packed, largest, x, N, at, stream);
+  convolve_views<Loop>({out, more, packed_weight, packed, exponents, largest, tail, int(N), stages, at}, stream);
+  if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Conv::kPaddedOut});
+}
+
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
           int kFolded, class Pool = Unpooled, class Tail, class Out, class More, class Behind>
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
@@ -202,8 +241,11 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
     }
   };
   const auto launch = [&](const auto& besides) {
-    conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, kFolded, Pool>(
-        x, weight, walk, y.tail, store::Positions<T, kResultsLast, kRounds>{y.to}, besides, largest, stream, behind);
+    const store::Positions<T, kResultsLast, kRounds> out{y.to};
+    if constexpr (kFolded == kViews)
+      conv::views<Filter, Operands, kColumns, kSharedLimit>(x, weight, walk, y.tail, out, besides, largest, stream, behind);
+    else conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, kFolded, Pool>(
+        x, weight, walk, y.tail, out, besides, largest, stream, behind);
   };
   if constexpr (sizeof...(more) == 0) launch(NoSink{});
   else launch(Sunk<Tails..., store::Positions<Ts..., kResultsLast>>{more.tail..., {more.to...}});

@@ -329,10 +329,10 @@ struct StreamSm90 : Conv {
         if constexpr (More::kExists) {
           float results[kTiles][4] = {};
           finish(args.more.tail, results);
-          args.more.out.store(staging, results, patch, args.sample(), kChannelsOut);
+          args.more.out.store(staging, results, patch, store::Flat{args.sample()}, kChannelsOut);
         }
         finish(args.tail, sums);
-        args.out.store(staging, sums, patch, args.sample(), kChannelsOut);
+        args.out.store(staging, sums, patch, store::Flat{args.sample()}, kChannelsOut);
       } else {
         using Reduction = typename Pool::Reduction;
         float results[kTiles][4] = {};
@@ -346,7 +346,7 @@ struct StreamSm90 : Conv {
             return element < Pool::kArea - 1 ? pooled : args.tail.after(pooled, channel);
           });
         }
-        if (patch.channel < kChannelsOut) args.out.store(staging, results, patch, args.sample(), kChannelsOut);
+        if (patch.channel < kChannelsOut) args.out.store(staging, results, patch, store::Flat{args.sample()}, kChannelsOut);
       }
     }
   }

@@ -18,7 +18,8 @@ template <class Reduction> struct StreamChannels {
 
   template <int kTiles>
   __device__ __forceinline__ void store(uint8_t* staging, const float (&values)[kTiles][4],
-                                        const store::Patch& patch, int S, int channels) const {
+                                        const store::Patch& patch, const store::Flat& where, int channels) const {
+    const int S = where.S;
     Room<kTiles>& room = *reinterpret_cast<Room<kTiles>*>(staging);
     meet<Reduction>(room, values, channels - patch.channel);
     const int sixteens = (channels + 15) / 16;
@@ -40,8 +41,9 @@ template <class What> struct StreamPositions {
   int parts;
 
   template <int kTiles>
-  __device__ __forceinline__ void store(uint8_t*, const float (&values)[kTiles][4], const store::Patch& patch, int S,
-                                        int channels) const {
+  __device__ __forceinline__ void store(uint8_t*, const float (&values)[kTiles][4], const store::Patch& patch,
+                                        const store::Flat& where, int channels) const {
+    const int S = where.S;
     constexpr int kShare = 8 * kTiles;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     int n = patch.position / S, from = 0, to = S - patch.position % S;

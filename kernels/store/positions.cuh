@@ -4,7 +4,7 @@
 // A warp hands over 16 channels × 8·kTiles positions, which may run over samples, as products leave them:
 // lane 4 g + t has positions 8 j + 2 t and the next, of channel g in [j][0] and [j][1], of channel g + 8 in
 // [j][2] and [j][3]. They pass through a warp's staging, so that neighbouring lanes store neighbouring
-// elements.
+// elements. `where(position)` says which result of which sample a position has.
 #pragma once
 #include "core/scalar.h"
 #include "core/tf32.cuh"
@@ -14,6 +14,21 @@ namespace store {
 // Of a warp's results: the first position, of all samples', and how many exist; the first channel.
 struct Patch {
   int position, columns, channel;
+};
+
+// Result s of sample n, if there is one.
+struct Place {
+  int n, s;
+  bool real;
+};
+// Positions run over samples of S results.
+struct Flat {
+  int S;
+  HOST_DEVICE int results() const { return S; }
+  HOST_DEVICE Place operator()(int position) const {
+    const int n = position / S;
+    return {n, position - n * S, true};
+  }
 };
 
 template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
@@ -29,20 +44,20 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
   struct alignas(4) Word { T at[kPerWord]; };
   struct alignas(4 * sizeof(T)) Four { T at[4]; };
 
-  template <int kTiles>
+  template <int kTiles, class Where>
   __device__ __forceinline__ void store(uint8_t* staging, const float (&values)[kTiles][4],
-                                        const Patch& patch, int S, int channels) const {
-    if constexpr (kChannelsLast) store_last(reinterpret_cast<float*>(staging), values, patch, channels);
-    else store_planes(reinterpret_cast<Word*>(staging), values, patch, S, channels);
+                                        const Patch& patch, const Where& where, int channels) const {
+    if constexpr (kChannelsLast) store_last(reinterpret_cast<float*>(staging), values, patch, where, channels);
+    else store_planes(reinterpret_cast<Word*>(staging), values, patch, where, channels);
   }
 
   // 32 words of each of 16 channels at a time; a lane stores one of each channel.
-  template <int kTiles>
+  template <int kTiles, class Where>
   __device__ __forceinline__ void store_planes(Word* staging, const float (&values)[kTiles][4],
-                                               const Patch& patch, int S, int channels) const {
+                                               const Patch& patch, const Where& where, int channels) const {
     constexpr int kAtOnce = 4 * kPerWord;  // tiles
     static_assert(kTiles % kAtOnce == 0);
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, S = where.results();
 #pragma unroll
     for (int first = 0; first < kTiles; first += kAtOnce) {
       if (first * 8 >= patch.columns) break;
@@ -55,34 +70,39 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
         *reinterpret_cast<Pair*>(to) = Pair{T(two[0]), T(two[1])};
       }
       __syncwarp();  // everyone has written
-      const int column = first * 8 + lane * kPerWord, count = min(patch.columns - column, kPerWord);
+      const int column = first * 8 + lane * kPerWord;
       int64_t to[kPerWord];
+      bool real[kPerWord];
 #pragma unroll
       for (int i = 0; i < kPerWord; i++) {
-        const int p = patch.position + column + i, n = p / S;
-        to[i] = (int64_t(n) * channels + patch.channel) * S + (p - n * S);
+        const Place place = where(patch.position + column + i);
+        to[i] = (int64_t(place.n) * channels + patch.channel) * S + place.s;
+        real[i] = place.real && column + i < patch.columns;
       }
-      const bool whole =
-          kPerWord == 1 || (count == kPerWord && S % kPerWord == 0 && uintptr_t(y + to[0]) % 4 == 0);
+      bool any = real[0], whole = real[0];
+      if constexpr (kPerWord > 1) {
+        any |= real[1];
+        whole &= real[1] && to[1] == to[0] + 1 && S % kPerWord == 0 && uintptr_t(y + to[0]) % 4 == 0;
+      }
 #pragma unroll 4
       for (int c = 0; c < min(channels - patch.channel, 16); c++) {
         const Word word = staging[c * kPitch + lane];
-        if (count <= 0) continue;
+        if (!any) continue;
         if (whole) {
           *reinterpret_cast<Word*>(y + to[0] + int64_t(c) * S) = word;
         } else {
 #pragma unroll
           for (int i = 0; i < kPerWord; i++)
-            if (i < count) y[to[i] + int64_t(c) * S] = word.at[i];
+            if (real[i]) y[to[i] + int64_t(c) * S] = word.at[i];
         }
       }
     }
   }
 
   // 32 positions at a time; four lanes store a position's 16 channels.
-  template <int kTiles>
+  template <int kTiles, class Where>
   __device__ __forceinline__ void store_last(float* staging, const float (&values)[kTiles][4],
-                                             const Patch& patch, int channels) const {
+                                             const Patch& patch, const Where& where, int channels) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int own = patch.channel + lane % 4 * 4;  // the first of the lane's four channels
     const bool whole = channels % 4 == 0 && uintptr_t(y) % sizeof(Four) == 0;
@@ -100,8 +120,9 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
         float4 four = *reinterpret_cast<const float4*>(staging + column * kPitch + lane % 4 * 4);
         if constexpr (kRounds)
           four = {nearest_tf32(four.x), nearest_tf32(four.y), nearest_tf32(four.z), nearest_tf32(four.w)};
-        if (first * 8 + column >= patch.columns || own >= channels) continue;
-        T* const to = y + int64_t(patch.position + first * 8 + column) * channels + own;
+        const Place place = where(patch.position + first * 8 + column);
+        if (first * 8 + column >= patch.columns || own >= channels || !place.real) continue;
+        T* const to = y + (int64_t(place.n) * where.results() + place.s) * channels + own;
         const Four values{T(four.x), T(four.y), T(four.z), T(four.w)};
         if (whole) {
           *reinterpret_cast<Four*>(to) = values;
