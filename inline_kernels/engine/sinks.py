@@ -388,8 +388,10 @@ def plan(case: Case) -> Launch:
     x, weight_at, at, table = case.x, len(segment.inputs), cases.places(segment), []
     for array in found.results:
         place, kind = at.get(array.name), case.dtype if array.name == "y" else torch.float32
-        shape = case.sizes.shape(array.space) if place is None else None
-        table.append(Entry(array.name, kind, place, shape, True, last=case.stays_last and place is None))
+        shape, last = case.sizes.shape(array.space) if place is None else None, False
+        if case.stays_last and array.name == "y":  # as it is, since nobody lays it out
+            shape, last = [*shape[:2], *shape[5 - segment.graph.dimensions :]], True
+        table.append(Entry(array.name, kind, place, shape, True, last=last))
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at)]
     table += [Entry(name, dtypes[kind], at[naming.identifier(name)]) for name, kind in found.tensors]
