@@ -118,10 +118,10 @@ inline int64_t stream_parts(int64_t positions, int columns) { return (positions 
 // operands as they are, C is a multiple of 8. kFolded: taps of a row whose pixels are one row of operands, all of it
 // where columns are neighbours, or 1; or kViews. behind(Doubts) computes again what a float16 can't hold.
 constexpr int kViews = 0;
-template <class Filter, class Operands, int kColumns, int kSharedLimit, class Tail, class Out, class More, class Behind>
+template <class Filter, class Operands, int kSharedLimit, class Tail, class Out, class More, class Behind>
 void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk, const Tail& tail,
            const Out& out, const More& more, uint32_t* largest, cudaStream_t stream, const Behind& behind) {
-  using Conv = Views<Filter, Operands, (Filter::kOut > 64 ? 128 : 64), kColumns>;
+  using Conv = Views<Filter, Operands>;
   using Loop = ViewsSm90<Conv, Tail, Out, More, kSharedLimit>;
   expect(x.dims == Filter::kDims + 2 && x.size(1) == Filter::kIn, "an image of the channels that are compiled for");
   const int taps[] = {Filter::kDepth, Filter::kHeight, Filter::kWidth};
@@ -134,15 +134,19 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
     padded[d] = at.extents[d] + walk.before[d] + walk.behind[d], results[d] = walked(walk, d, at.extents[d], taps[d]);
     expect(results[d] > 0, "an image that the filter fits into");
   }
+  const auto reciprocal = [](int64_t d) { return ((uint64_t(1) << 32) + d - 1) / d; };
+  at.lines = int(padded[1]), at.of_row = reciprocal(padded[2]), at.of_lines = reciprocal(padded[1]);
   at.row = int(padded[2]), at.plane = int(padded[1] * padded[2]), at.sample = int(padded[0] * padded[1] * padded[2]);
   at.OD = int(results[0]), at.OH = int(results[1]), at.OW = int(results[2]);
   at.taps[0] = walk.dilation[0] * at.plane, at.taps[1] = walk.dilation[1] * at.row, at.taps[2] = walk.dilation[2];
   at.patch = Conv::kTilePositions + (taps[1] - 1) * at.taps[1] + (taps[2] - 1) * at.taps[2];
   const int64_t last = padded[0] * padded[1] * padded[2] * Conv::kUnits;
   // Counted in int.
-  expect(last < (int64_t(1) << 30) && N * (at.sample + Conv::kTilePositions) < (int64_t(1) << 31), "sizes that are counted in int");
+  expect(last < (int64_t(1) << 30) && N * (at.sample + Conv::kTilePositions) < (int64_t(1) << 31) &&
+             (at.sample + Conv::kTilePositions) * max(at.row, at.lines) < (int64_t(1) << 32),
+         "sizes that are counted in int");
   const int stages = Loop::stages(at);
-  expect(stages >= 2, "a patch of which shared memory has room for two");
+  expect(stages > 0, "a patch of which shared memory has room for one of each team");
   if (N == 0) return;
 
   const Scratch<int32_t> exponents(Conv::kPaddedOut, stream);
@@ -243,7 +247,7 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
   const auto launch = [&](const auto& besides) {
     const store::Positions<T, kResultsLast, kRounds> out{y.to};
     if constexpr (kFolded == kViews)
-      conv::views<Filter, Operands, kColumns, kSharedLimit>(x, weight, walk, y.tail, out, besides, largest, stream, behind);
+      conv::views<Filter, Operands, kSharedLimit>(x, weight, walk, y.tail, out, besides, largest, stream, behind);
     else conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, kFolded, Pool>(
         x, weight, walk, y.tail, out, besides, largest, stream, behind);
   };

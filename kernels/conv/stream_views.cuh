@@ -7,7 +7,7 @@
 // copied once, as it lies, and each product's operand is a view of it: rows of 16 bytes, 8 values of K, from the tap's
 // first pixel on, and behind these 8 another's.
 //
-//   weights  [channel block][step][product][half][channel] units, as products take them
+//   weights  [channel block][step][product][half][channel] units, as products take them; of a block all stay in shared memory
 #pragma once
 #include "conv/stream_operands.cuh"
 
@@ -18,7 +18,7 @@ namespace conv {
 struct Term { int eight, of_weight, of_image, tap; bool half; };
 
 // A convolution; sizes as in Stream. A step of K is a filter's plane.
-template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_> struct Views : Operands_ {
+template <class Filter_, class Operands_> struct Views : Operands_ {
   using Filter = Filter_;
   using Operands = Operands_;
   static constexpr bool kTransposed = false;
@@ -26,11 +26,9 @@ template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_> st
   static constexpr int kTaps = Filter::kTaps, kSteps = Filter::kDepth, kTapsOfStep = Filter::kHeight * Filter::kWidth;
   static constexpr int kParts = Operands::kParts;
   static constexpr int kEights = ceil_div(kChannelsIn, 8), kUnits = kEights * kParts;  // of a pixel: high parts first
-  static constexpr int kBlockChannels = kBlockChannels_, kColumns = kColumns_;
+  static constexpr int kBlockChannels = 64, kTilePositions = 128;
   static constexpr int kChannelBlocks = ceil_div(kChannelsOut, kBlockChannels);
   static constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
-  static constexpr int kTilePositions = kColumns * 128 / kBlockChannels;
-  static_assert((kBlockChannels == 64 || kBlockChannels == 128) && kColumns % 64 == 0);
 
   // Products: of a tap's eights two by two, split of each with both parts of x; then of what is left tap by tap.
   static constexpr int kPairs = kParts == 2 ? kEights : kEights / 2, kLeft = kParts == 2 ? kEights : kEights % 2;
@@ -56,13 +54,14 @@ template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_> st
   }
 };
 
-// Pixels of a sample: of a row, a plane, all of them; where x begins and how large it is; results.
+// Pixels of a sample: of a row, a plane, all of them; a plane's rows; where x begins and how large it is; results.
 struct Lattice {
-  int row, plane, sample;
+  int row, plane, sample, lines;
   int before[3], extents[3];
   int OD, OH, OW;
   int taps[3];  // pixels from a tap to the next: of planes, rows, columns
   int patch;    // pixels of a tile's positions and of the taps of a plane
+  uint64_t of_row, of_lines;  // 2^32 / d, rounded up: a dividend's high half is i / d, as long as i · d < 2^32
 
   HOST_DEVICE int results() const { return OD * OH * OW; }
   // Positions, from the first result to the last.
@@ -73,8 +72,8 @@ struct Lattice {
 struct Lattices : Lattice {
   int n;
   HOST_DEVICE store::Place operator()(int position) const {
-    const int line = position / row, column = position - line * row, of_plane = plane / row;
-    const int depth = line / of_plane, height = line - depth * of_plane;
+    const int line = int(position * of_row >> 32), column = position - line * row;
+    const int depth = int(line * of_lines >> 32), height = line - depth * lines;
     return {n, (depth * OH + height) * OW + column, column < OW && height < OH && depth < OD};
   }
 };

@@ -50,7 +50,7 @@ struct Block {
   ~Block();
   Index index;
   std::vector<std::unique_ptr<Fiber>> fibers;
-  Barrier barrier, warp_barriers[kMostWarps], named_barriers[16];
+  Barrier barrier, warp_barriers[kMostWarps], named_barriers[20];
   bool any = false, any_of_meeting[2];
   int left, waiting = 0;  // threads that are not done; of these, those that wait for other blocks
   std::string dynamic_shared;
