@@ -29,7 +29,9 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
   static_assert(!Out::kReduces && !More::Out::kReduces, "results that are stored");
 
   static constexpr int kTeams = kSplit ? 3 : 4, kThreads = kWarpgroup * (1 + kTeams);
-  static constexpr int kProducerRegisters = 24, kTeamRegisters = kSplit ? 160 : 120;
+  // Together no more than a launch of so many threads gets: 65,536 shared out by eights.
+  static constexpr int kProducerRegisters = 24, kTeamRegisters = kSplit ? 160 : 112;
+  static_assert(kProducerRegisters + kTeams * kTeamRegisters <= (1 + kTeams) * (65536 / kThreads / 8 * 8), "or some wait for ever");
   static constexpr int kTiles = kTilePositions / 8;  // of 8 positions
   static constexpr int kTilesAtOnce = 4 * (Out::kPerWord > More::Out::kPerWord ? Out::kPerWord : More::Out::kPerWord);  // of tail and sink
   // A tensor core's sums lose digits, so that those of so many products are added by others, where operands are split.
