@@ -26,7 +26,7 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
 #endif
   using Operands = conv::Operands<value_t, SPLIT>;
 #if X_LAST == Y_LAST || !FOLDED
-  conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST, FOLDED, Y_LAST, false>(
+  conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, SHARED_LIMIT, X_LAST, FOLDED, Y_LAST, false>(
       x, weight, walk, stream, conv::Stored{y, conv::Identity{}});
 #else
   const Scratch<uint32_t> largest(x.size(0), stream);
@@ -68,12 +68,13 @@ def stream(folder):  # noqa: F811
     """stream(x, weight, columns, settings, x is channels last, y is): what the kernel writes."""
 
     def run(
-        x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2, split=False, views=False
+        x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2, split=False, views=False, shared=227 << 10
     ):
         axes = "DHW"[5 - weight.dim() :]
         dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", *(f"KERNEL_{axis}" for axis in axes)), weight.shape))
         result = result or x.dtype
         defines = dims | {"COLUMNS": columns, "X_LAST": int(x_last), "Y_LAST": int(y_last), "LEAD": lead}
+        defines["SHARED_LIMIT"] = shared
         defines["SPLIT"] = int(split)
         folded = choice.stream_folded(weight.shape, settings[-1], not x_last, split)
         defines["FOLDED"] = 0 if views else folded
@@ -157,6 +158,15 @@ def test_views(dtype, split, case, y_last, stream):
         weight[3].view(-1)[-1] = -INF
     y, eager = stream(x, weight, columns, settings, **given), convolved(x.float(), weight.float(), settings)
     assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_views_in_little_memory(split, stream):
+    """A team has one stage."""
+    filters, image, columns, settings = VIEWS[3]
+    x, weight = drawn(filters, image, torch.float32)
+    y = stream(x, weight, columns, settings, split=split, views=True, shared=(137 if split else 84) << 10)
+    assert_close(y, x, weight, settings, split)
 
 
 @pytest.mark.parametrize("result, case", [(torch.float16, 7), (torch.float32, 0)], ids=str)

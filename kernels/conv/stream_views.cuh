@@ -27,6 +27,12 @@ template <class Filter_, class Operands_> struct Views : Operands_ {
   static constexpr int kParts = Operands::kParts;
   static constexpr int kEights = ceil_div(kChannelsIn, 8), kUnits = kEights * kParts;  // of a pixel: high parts first
   static constexpr int kBlockChannels = 64, kTilePositions = 128;
+  // Of up to 32 channels each warp has 8, so that all four have tails to compute; else one has 16 side by side.
+  static constexpr bool kSpreads = kChannelsOut <= 32;
+  static constexpr int kOfWarp = kSpreads ? 8 : 16;
+  static HOST_DEVICE constexpr int row_of(int channel) {
+    return kSpreads ? channel % 32 / 8 * 16 + channel / 32 * 8 + channel % 8 : channel;
+  }
   static constexpr int kChannelBlocks = ceil_div(kChannelsOut, kBlockChannels);
   static constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
 
@@ -106,7 +112,7 @@ pack_views_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest, c
       }
       pack.values[k] = part;
     }
-    packed[(int64_t(block) * kSteps * Conv::kProducts * 2 + i) * kBlockChannels + channel % kBlockChannels] = pack.all;
+    packed[(int64_t(block) * kSteps * Conv::kProducts * 2 + i) * kBlockChannels + Conv::row_of(channel % kBlockChannels)] = pack.all;
   }
 }
 

@@ -169,6 +169,11 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
         next.release(next.stage);
       } else {
         multiply<0, kProducts>(sums, weights, patch, at, step > 0);
+        if (next.count == 1) {  // of which the next step waits for this one's products
+          await_products<0>();
+          next.release(0);
+          continue;
+        }
         await_products<1>();
         if (last >= 0) next.release(last);
         last = next.stage;
@@ -177,11 +182,11 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
     if constexpr (!kSplit) {
       await_products<0>();
       hold(sums);
-      next.release(last);
+      if (last >= 0) next.release(last);
     }
   }
 
-  // tail(v) of 16 channels from patch.channel on, to a sink.
+  // tail(v) of a warp's channels from patch.channel on, to a sink.
   template <class OfTail, class To>
   static __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail& tail, const To& to, uint8_t* staging,
                                                      const float (&sums)[kTiles][4], const store::Patch& patch, const Lattices& where) {
@@ -191,14 +196,15 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
       if (kScaled) constants.set_exponent(-args.exponents[c] - Conv::sample_exponent(args.largest[where.n]));
       return constants;
     };
-    const auto low = constants_of(channel), high = constants_of(channel + 8);
+    const auto low = constants_of(channel), high = constants_of(channel + (Conv::kSpreads ? 32 : 8));
 #pragma unroll
     for (int first = 0; first < kTiles; first += kTilesAtOnce) {
-      const store::Patch part{patch.position + first * 8, patch.columns - first * 8, patch.channel};
+      const store::Patch part{patch.position + first * 8, patch.columns - first * 8, patch.channel, patch.channels};
       if (part.columns <= 0) break;
       float results[kTilesAtOnce][4] = {};
 #pragma unroll
       for (int i = 0; i < kTilesAtOnce * 4; i++) {
+        if (Conv::kSpreads && i % 4 >= 2) continue;
         const auto& constants = i % 4 < 2 ? low : high;
         float v = sums[first + i / 4][i % 4];
         if constexpr (kScaled) v = v * constants.correction * constants.factor;
@@ -227,7 +233,7 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
       const Lattices where{args.at, tile.n};
       store::Patch patch;
       patch.position = tile.position, patch.columns = min(args.at.positions() - tile.position, kTilePositions);
-      patch.channel = tile.channel_block * kBlockChannels + warp % 4 * 16;
+      patch.channels = Conv::kOfWarp, patch.channel = tile.channel_block * kBlockChannels + warp % 4 * Conv::kOfWarp;
       float sums[kTiles][4];
       multiply_tile(sums, next, shared_address(shared), args.at);
       if (patch.channel >= kChannelsOut) continue;

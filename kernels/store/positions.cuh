@@ -11,9 +11,9 @@
 
 namespace store {
 
-// Of a warp's results: the first position, of all samples', and how many exist; the first channel.
+// Of a warp's results: the first position, of all samples', and how many exist; the first channel, and how many a warp has, the first 8 or all 16.
 struct Patch {
-  int position, columns, channel;
+  int position, columns, channel, channels = 16;
 };
 
 // Result s of sample n, if there is one.
@@ -85,7 +85,7 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
         whole &= real[1] && to[1] == to[0] + 1 && S % kPerWord == 0 && uintptr_t(y + to[0]) % 4 == 0;
       }
 #pragma unroll 4
-      for (int c = 0; c < min(channels - patch.channel, 16); c++) {
+      for (int c = 0; c < min(channels - patch.channel, patch.channels); c++) {
         const Word word = staging[c * kPitch + lane];
         if (!any) continue;
         if (whole) {
@@ -121,7 +121,7 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
         if constexpr (kRounds)
           four = {nearest_tf32(four.x), nearest_tf32(four.y), nearest_tf32(four.z), nearest_tf32(four.w)};
         const Place place = where(patch.position + first * 8 + column);
-        if (first * 8 + column >= patch.columns || own >= channels || !place.real) continue;
+        if (first * 8 + column >= patch.columns || own >= min(channels, patch.channel + patch.channels) || !place.real) continue;
         T* const to = y + (int64_t(place.n) * where.results() + place.s) * channels + own;
         const Four values{T(four.x), T(four.y), T(four.z), T(four.w)};
         if (whole) {
