@@ -55,7 +55,7 @@ class Pool(NamedTuple):
 def poolers(captured, model: nn.Module, segments: Sequence) -> dict[fx.Node, tuple[Pooler, list[fx.Node]]]:
     """By the calls that they replace, with what they are given. segments: those that run."""
     pools = {node: _pool(node, model) for node in captured.module.graph.nodes}
-    served = [node for node, pool in pools.items() if pool and math.prod(pool.kernel) <= MOST_PLACES]
+    served = [node for node, pool in pools.items() if pool and len(node.all_input_nodes) == 1]
     found = between.lying_last(served, captured, model, segments)
     return {node: (Pooler(pools[node]), node.all_input_nodes) for node in found}
 
@@ -80,7 +80,8 @@ def _largest(
 ) -> Pool | None:
     if return_indices:
         return None
-    return Pool(True, *_windows(kernel_size, stride, padding), bool(ceil_mode), _two(dilation))
+    windows = _windows(kernel_size, stride, padding)
+    return Pool(True, *windows, bool(ceil_mode), _two(dilation, 1))
 
 
 def _average(
@@ -97,16 +98,19 @@ _FUNCTIONS = {nn.MaxPool2d: F.max_pool2d, nn.AvgPool2d: F.avg_pool2d}
 
 
 def _windows(kernel_size, stride, padding) -> tuple:
-    kernel = _two(kernel_size)
-    return kernel, kernel if stride is None or stride in ((), []) else _two(stride), _two(padding)
+    """Raises ValueError for what eager refuses, or has too many places."""
+    kernel = _two(kernel_size, 1)
+    if math.prod(kernel) > MOST_PLACES:
+        raise ValueError(kernel)
+    return kernel, kernel if stride is None or stride in ((), []) else _two(stride, 1), _two(padding, 0)
 
 
-def _two(numbers) -> tuple[int, int]:
-    """Raises ValueError for what isn't a number or two."""
+def _two(numbers, least: int) -> tuple[int, int]:
+    """Raises ValueError for what isn't a number or two, or too small."""
     found = (*numbers,) if isinstance(numbers, (list, tuple)) else (numbers,)
-    if len(found) not in (1, 2) or {*map(type, found)} != {int}:
+    if len(found) not in (1, 2) or {*map(type, found)} != {int} or min(found) < least:
         raise ValueError(found)
-    return (found * 2)[:2] if len(found) == 1 else found
+    return found * 2 if len(found) == 1 else found
 
 
 # -------------------------------------------------------------------------------------------------------------- what runs
