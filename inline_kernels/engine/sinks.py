@@ -305,8 +305,12 @@ def _windows(size: str, window: int | None, stride: int | None, padding: int) ->
 def chosen(case: Case, mainloop) -> Composed:
     """Of what can run the cheaper one. Raises Unsupported."""
     found, reasons = {}, []
+    if case.stays_last and len(case.segment.inputs) > 1:
+        raise Unsupported("y lies channels last, other inputs may not")
     for stores in (False, True):
         try:
+            if stores and case.stays_last:
+                raise Unsupported("what is stored for later passes lies in planes")
             if stores and not case.x.dtype == case.dtype == torch.float32:
                 raise Unsupported("v isn't written in 16 bits")
             found[stores] = composed(case.segment, mainloop, case.exact_order, stores)
@@ -384,8 +388,10 @@ def plan(case: Case) -> Launch:
     x, weight_at, at, table = case.x, len(segment.inputs), cases.places(segment), []
     for array in found.results:
         place, kind = at.get(array.name), case.dtype if array.name == "y" else torch.float32
-        shape = case.sizes.shape(array.space) if place is None else None
-        table.append(Entry(array.name, kind, place, shape, True))
+        shape, last = case.sizes.shape(array.space) if place is None else None, False
+        if case.stays_last and array.name == "y":  # as it is, since nobody lays it out
+            shape, last = [*shape[:2], *shape[5 - segment.graph.dimensions :]], True
+        table.append(Entry(array.name, kind, place, shape, True, last=last))
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at)]
     table += [Entry(name, dtypes[kind], at[naming.identifier(name)]) for name, kind in found.tensors]
