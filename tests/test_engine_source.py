@@ -20,7 +20,7 @@ import inline_loader
 from benchmarks import level2
 from fuzz_engine import random_program
 from inline_kernels.bench import checks
-from inline_kernels.engine import layouts, library, passes, programs, schedule, source
+from inline_kernels.engine import between, layouts, library, passes, programs, schedule, source
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import CTYPES, Case
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
@@ -82,12 +82,7 @@ class Run:
     def __init__(
         self, model: nn.Module, x: torch.Tensor, dy: torch.Tensor | None = None, saving: bool = False
     ):
-        self.segment = segment_of(model, x)
-        arguments = arguments_of(model, self.segment, x)
-        last = False
-        if library.is_channels_last(x) and library.device_type(x) == "cuda":
-            like = copy.deepcopy(model)(x)
-            last = like.dim() == x.dim() and library.is_channels_last(like)
+        self.segment, arguments, last = self.asked(model, x)
         self.plan = schedule.plan(Case(self.segment, arguments, saving or dy is not None, x.dtype, last=last))
         self.y, *self.saved = schedule.forward(self.plan, arguments)
         self.results = {"output": self.y}
@@ -96,6 +91,15 @@ class Run:
             gradients = schedule.backward(self.plan, dy, arguments, self.saved, needs)
             names = ["x", *self.segment.parameters]
             self.results |= {f"gradient of {name}": g for name, g in zip(names, gradients)}
+
+    @staticmethod
+    def asked(model: nn.Module, x: torch.Tensor) -> tuple:
+        """The segment, its arguments, and whether y comes channels last."""
+        segment, last = segment_of(model, x), False
+        if library.is_channels_last(x) and library.device_type(x) == "cuda":
+            like = copy.deepcopy(model)(x)
+            last = like.dim() == x.dim() and library.is_channels_last(like)
+        return segment, arguments_of(model, segment, x), last
 
 
 def reference(
@@ -111,7 +115,9 @@ def reference(
     return found
 
 
-def assert_rule(model: nn.Module, x: torch.Tensor, backward: bool = True, label: str = "") -> Run:
+def assert_rule(
+    model: nn.Module, x: torch.Tensor, backward: bool = True, label: str = "", kind: type[Run] = Run
+) -> Run:
     """At most twice eager's error, by checks.py's limits, in one draw or, where rounding was lucky for eager, in the mean of some; NaN where
     float64 has it. float64 itself is held to a few units of what was summed."""
     run = None
@@ -128,7 +134,7 @@ def assert_rule(model: nn.Module, x: torch.Tensor, backward: bool = True, label:
                 else None
             )
             exact, eager = reference(model, own, dy, torch.float64), reference(model, own, dy, x.dtype)
-        run = Run(model, own, dy)
+        run = kind(model, own, dy)
         found = []
         for name, r in exact.items():
             ours = run.results[name]
@@ -1027,6 +1033,59 @@ def test_a_second_input_channels_last(other_is_last, device):
     torch.testing.assert_close(y, wanted.detach())
     for ours, eager in zip(found, torch.autograd.grad(wanted, leaves, dy)):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+class InFront(nn.Module):
+    """Tails of norms, without the convolution that follows."""
+
+    def __init__(self, tail: str, channels: int):
+        super().__init__()
+        self.tail, self.p = tail, nn.Parameter(torch.randn(channels, 1, 1))
+        self.norm = nn.BatchNorm2d(channels) if tail == "batch" else nn.GroupNorm(4, channels)
+        self.behind = nn.Identity()
+
+    def forward(self, x):
+        y = self.norm(x)
+        if self.tail == "across":
+            return self.behind(y * torch.sigmoid(y.sum(1, keepdim=True) * self.p))
+        if self.tail == "beside":  # v at its own place, behind the norm
+            return self.behind(torch.tanh(y * self.p) + x)
+        return self.behind(torch.nn.functional.silu(y) * self.p)
+
+
+class OfInFront(Run):
+    """x in planes, and y channels last for a convolution."""
+
+    @staticmethod
+    def asked(model, x):
+        whole = copy.copy(model)
+        vars(whole)["_modules"] = model._modules | {"behind": nn.Conv2d(x.shape[1], 8, 3, dtype=x.dtype)}
+        captured = capture(whole, model.training, 4, bare=True)
+        vars(whole).update(captured.constants)
+        segment = between.laid_out(captured, whole)[0]
+        return segment, arguments_of(whole, segment, x), True
+
+
+@pytest.fixture
+def in_front(device, monkeypatch):
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(between, "FEWEST_CHANNELS", 4)
+    monkeypatch.setattr(between, "rounds", lambda segment, x: False)
+
+
+@pytest.mark.parametrize("size", [(16, 20), (11, 15)], ids=["in fours", "odd"])
+@pytest.mark.parametrize(
+    "tail, dtype", [("norm", torch.float32), ("norm", torch.bfloat16), ("batch", torch.float32), ("beside", torch.float32)], ids=str
+)  # fmt: skip
+def test_y_alone_is_channels_last(tail, dtype, size, in_front, monkeypatch):
+    """In front of a convolution: x stays where it is, and its gradient comes so; passes turn y and dy on their way."""
+    monkeypatch.setattr(schedule, "_shares", lambda most, planes: min(most, 2))  # a block has several tiles
+    torch.manual_seed(0)
+    model, x = InFront(tail, 40).to(dtype), torch.randn(2, 40, *size).to(dtype)
+    run = assert_rule(model, x, label=tail, kind=OfInFront)
+    assert run.plan.turns_y and not run.plan.turns.launches
+    assert library.is_channels_last(run.y) and run.results["gradient of x"].is_contiguous()
 
 
 class Gated(nn.Module):

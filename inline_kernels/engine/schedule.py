@@ -58,6 +58,7 @@ class Plan:
     layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     last: bool = False  # are all arrays of positions and channels channels last? Then so is y
+    turns_y: int = 0  # … or it alone, and its gradient, while x is in planes: in which layout
     launch: Launch | None = None
     in_place: bool = False
     results: Callable | None = None  # gives what forward returns, of what launch is given and makes
@@ -83,11 +84,12 @@ class Plan:
     def given_lie(self) -> list[torch.memory_format]:
         """dy, and what forward saves."""
         last = library.CHANNELS_LAST[2 + self.segment.graph.dimensions]
+        of_y = _has_channels(self.segment.outputs[0].space)
         are_last = [
-            _has_channels(self.segment.outputs[0].space),
-            *[a.name == "v" for a in self.composed.saved],
+            bool(self.turns_y) or self.last and of_y,
+            *[self.last and a.name == "v" for a in self.composed.saved],
         ]
-        return [last if self.last and each else torch.contiguous_format for each in are_last]
+        return [last if each else torch.contiguous_format for each in are_last]
 
     @functools.cached_property
     def shape(self) -> list[int]:
@@ -114,11 +116,23 @@ def _build(case: Case) -> dict:
 def _is_last(case: Case, composed: Composed) -> bool:
     """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both?"""
     y = case.segment.outputs[0].space
-    if not (case.last if _has_channels(y) else case.convolves_last):
+    if not (case.last if _has_channels(y) else case.convolves_last) or _turns_y(case, composed):
         return False
-    programs = [program for program in (composed.forward, composed.backward) if program]
-    leaves = [leaf.space for program in programs for leaf in program.leaves()]
-    return not any(_has_channels(space) and not space.n for space in leaves)
+    return all(map(_can_lie_last, _programs(composed)))
+
+
+def _turns_y(case: Case, composed: Composed) -> bool:
+    """Is it y alone, and its gradient?"""
+    return case.turns_y and all(each.turned and _can_lie_last(each) for each in _programs(composed))
+
+
+def _programs(composed: Composed) -> list[Program]:
+    return [program for program in (composed.forward, composed.backward) if program]
+
+
+def _can_lie_last(program: Program) -> bool:
+    """Does all that has positions and channels come for each sample?"""
+    return not any(_has_channels(leaf.space) and not leaf.space.n for leaf in program.leaves())
 
 
 def _has_channels(space: Space) -> bool:
@@ -151,8 +165,15 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
     return found
 
 
-def _set_layout(plan: Plan, case: Case, own: bool) -> None:
+def _lay_out(plan: Plan, case: Case) -> None:
     plan.last = _is_last(case, plan.composed)
+    if _turns_y(case, plan.composed):
+        rounds = between.rounds(case.segment, case.x) and case.segment.result == between.OPERAND
+        plan.layout = plan.turns_y = FOR_TF32 if rounds else TURNED
+
+
+def _set_layout(plan: Plan, case: Case, own: bool) -> None:
+    _lay_out(plan, case)
     plan.runs = PLANES if own else layouts.fastest(case.segment, case.x, case.weight, "forward")
     if plan.last:
         of_tf32 = between.rounds(case.segment, case.x) and not case.segment.conv.is_nothing
@@ -161,8 +182,8 @@ def _set_layout(plan: Plan, case: Case, own: bool) -> None:
 
 def _turned(plan: Plan, program: Program, layout: int) -> int:
     """The layout in which a program's passes have the convolution's side, where the library has it in that."""
-    if plan.last:
-        return TURNED
+    if plan.last or plan.turns_y:
+        return plan.turns_y or TURNED
     return layout if program.turned and plan.sizes.C % 8 == 0 else PLANES
 
 
@@ -364,11 +385,10 @@ def launch_of(
 
 def _lies_last(plan: Plan, program: Program, array: Array, comes_in: bool) -> bool:
     """Is it a tensor that lies channels last? What is kept for backward, which nobody else sees, is none."""
-    turned = plan.layout in (TURNED, FOR_TF32)
-    if array.name == "v":  # which backward finds in planes
-        return plan.last or turned and program is plan.composed.forward
-    if array.name == "dz":
-        return plan.last or turned
+    if array.name == program.turns and plan.layout in (TURNED, FOR_TF32):
+        return True
+    if array.name in ("v", "dz"):
+        return plan.last
     known = comes_in or array.name in ("y", "dy") or array.name.startswith("d_")
     return known and plan.last and _has_channels(array.space)
 
@@ -514,7 +534,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     )
     given_by_library, filters = None, None
     if any(of_library):
-        last = bool(side.last or side.layout)
+        last = side.last or bool(side.layout) and program.turns == "dz"
         given_by_library, filters = layouts.differentiating(plan, x, weight, of_library, layout, last)
     place = {name: i for i, name in enumerate(launch.made)}
     found = [place[root.name] if root else None for root in map(roots.get, names)]
@@ -535,9 +555,10 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
 def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:
     """Which of our kernels gives the weight's gradient (gradients.py), or None."""
     program, roots = plan.composed.backward, plan.composed.gradients
-    if plan.last or not (program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())):
+    nothing = plan.last or plan.segment.conv.is_nothing
+    if nothing or not (program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())):
         return None
-    in_units = bool(program.turned and program.turns)  # a pass of positions alone writes dz
+    in_units = bool(program.turned) and program.turns == "dz"  # a pass of positions alone writes dz
     return gradients.fastest(plan.segment, x, weight, dx, in_units)
 
 
@@ -559,7 +580,8 @@ def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
 def saved(case: Case) -> list[tuple[list[int], torch.dtype, torch.memory_format]]:
     """Shapes and dtypes of what forward saves, and how it lies."""
     found = Plan.of(case)
-    found.last, arrays = _is_last(case, found.composed), found.composed.saved
+    _lay_out(found, case)
+    arrays = found.composed.saved
     if any(a.parts is not None for a in arrays):
         _divide(found, case.arguments)
     shapes = [_shape(found, found.composed.forward, a) for a in arrays]
@@ -579,7 +601,7 @@ def describe(case: Case, own: str | None = None) -> str:
 def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     """The passes of backward where x has no gradient, and what our own kernels then do."""
     composed, way = plan.composed, _of_our_own(plan, x, weight, False)
-    plan = replace(plan, layout=UNITS) if way == gradients.PACKED else plan
+    plan = replace(plan, layout=UNITS if way == gradients.PACKED else plan.turns_y)
     words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
     return words + (f", {gradients.in_words(way, plan.segment, x, weight)}" if way else "")
 
@@ -591,6 +613,7 @@ def _words(plan: Plan, own: str | None, backward: str) -> str:
     words = ["x as it is"] if plan.segment.conv.is_nothing else words
     words += [", channels last"] * bool(plan.runs)
     words += [" as y for what follows"] * bool(plan.last and plan.segment.result)
+    words += [", y channels last for what follows"] * bool(plan.turns_y)
     words += [", then ", passes_in_words(plan, composed.forward, composed.forward_names), backward]
     return "".join(words)
 

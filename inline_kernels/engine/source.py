@@ -188,11 +188,8 @@ def size(array: Array) -> str:
 
 
 def _turned(program: Program) -> list[int]:
-    """The passes that can take the convolution's side channels last: all that write v's gradient, or else read v; or none."""
-    if not program.turns:
-        return []
-    gradient = any(root.name == "dz" for root in program.roots)
-    found = [i for i, text in enumerate(program.texts) if (text.writes_dz if gradient else text.reads_v)]
+    """The passes that can take what it `turns` channels last: all that read or write it; or none."""
+    found = [i for i, text in enumerate(program.texts) if text.turns]
     alone = [isinstance(each, Planes) and not each.by_sample and each.level == "e" for each in program.passes]
     return found if all(alone[i] and not program.texts[i].scalar for i in found) else []
 
@@ -258,9 +255,7 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
         if isinstance(each, Planes):
             v, skeleton, layout = "v" if program.texts[i].reads_v else "nullptr", "planes", ""
             if i in program.turned:
-                skeleton, layout = "sums_of_v" if sums_alone(program, i) else "planes_of_v", ", layout"
-                if program.texts[i].writes_dz:
-                    skeleton, v = "planes_to_v", f"{v}, dz"
+                skeleton, v, layout = *_turning(program, i, v), ", layout"
             if each.by_sample:
                 skeleton, v = "by_sample", f"C, {v}"
             calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")
@@ -268,6 +263,15 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
         else:
             calls.append(small_call(program, i, made[i]))
     return calls
+
+
+def _turning(program: Program, number: int, v: str) -> tuple[str, str]:
+    """Of a pass that is `turned` the skeleton, and its arrays there."""
+    name = program.turns
+    if name == "v":
+        return "sums_of_v" if sums_alone(program, number) else "planes_of_v", v
+    writes = any(program.arrays[key].name == name for key in program.passes[number].targets)
+    return f"planes_{'to' if writes else 'of'}_{'v' if name == 'dz' else 'y'}", f"{v}, {name}"
 
 
 def merging(program: Program, number: int) -> list[str]:
