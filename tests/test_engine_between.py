@@ -336,6 +336,16 @@ def test_filters_channels_last_later(layouts):
     torch.testing.assert_close(before, after, rtol=1e-2, atol=1e-2)
 
 
+def test_what_stands_in_front_turns_on_its_way(layouts):
+    """x, in planes, isn't copied for a norm's sake."""
+    torch.manual_seed(0)
+    model, x = NETWORKS["vae_block"].small_model().eval(), torch.randn(2, 16, 9, 11)
+    with torch.no_grad():
+        first, *others = fuse(model).plan(x)
+    assert first.reason.startswith("x as it is, y channels last for what follows, then sums (reads ")
+    assert not any("y channels last" in other.reason for other in others)
+
+
 def test_in_half_precision(layouts):
     torch.manual_seed(0)
     model, x = Branches().bfloat16().eval(), torch.randn(2, 3, 17, 20).bfloat16()

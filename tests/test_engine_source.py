@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import shutil
 import subprocess
 import warnings
@@ -1086,6 +1087,94 @@ def test_y_alone_is_channels_last(tail, dtype, size, in_front, monkeypatch):
     run = assert_rule(model, x, label=tail, kind=OfInFront)
     assert run.plan.turns_y and not run.plan.turns.launches
     assert library.is_channels_last(run.y) and run.results["gradient of x"].is_contiguous()
+
+
+def test_y_alone_is_rounded(in_front, monkeypatch):
+    """To TF32, where a convolution reads it next; nothing else is, nor is x copied."""
+    torch.manual_seed(0)
+    model, x, found = InFront("norm", 16), torch.randn(2, 16, 7, 20), []
+    dy = torch.randn(2, 16, 7, 20)
+    for rounds in (False, True):
+        monkeypatch.setattr(between, "rounds", lambda segment, x: rounds)
+        run = OfInFront(model, x, dy)
+        assert run.plan.turns_y and run.saved[0].data_ptr() == x.data_ptr()
+        found.append(run.results)
+    exact, ours = found
+    assert torch.equal(rounded(exact.pop("output")), ours.pop("output"))
+    assert len(ours) > 3 and all(torch.equal(t, ours[name]) for name, t in exact.items() if t is not None)
+
+
+@pytest.mark.parametrize("what", ["channels", "a slice", "reduced channels"])
+def test_y_alone_is_not_channels_last(what, in_front):
+    """Then x is turned first."""
+    torch.manual_seed(0)
+    model = InFront("across" if what == "reduced channels" else "norm", 12 if what == "channels" else 16)
+    x = torch.randn(2, len(model.p), 9, 20)[..., :14]
+    run = OfInFront(model, x if what == "a slice" else x.contiguous(), torch.randn(x.shape))
+    assert run.plan.last and not run.plan.turns_y
+    exact = reference(model, x, None, torch.float64)["output"]
+    torch.testing.assert_close(run.y, exact.float())
+
+
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = nn.GroupNorm(4, 16), nn.Conv2d(16, 16, 3)
+        self.one, self.two = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+
+    def forward(self, x):
+        x, other = torch.tanh(self.one(x)), torch.tanh(self.two(x))
+        return self.last(self.behind(x, other)) * (x.mean((2, 3)) * other.mean((2, 3)))[..., None, None]
+
+    def behind(self, x, other):
+        return torch.nn.functional.silu(self.norm(x) + other)
+
+
+@pytest.mark.parametrize("other_is_last", [False, True])
+def test_y_alone_with_a_second_input(other_is_last, in_front):
+    """It lies as x does, or all is channels last."""
+    torch.manual_seed(0)
+    model, x, other = Added(), torch.randn(2, 16, 9, 14), torch.randn(2, 16, 9, 14)
+    given = x, other.contiguous(memory_format=torch.channels_last) if other_is_last else other
+    captured = capture(model, True, 4, bare=True)
+    (segment,) = [each for each in between.laid_out(captured, model) if each.conv.is_nothing]
+    assert len(segment.inputs) == 2 and segment.result == between.KEPT
+    vars(model).update(captured.constants)
+    arguments = [*given, *[attribute(model, name).detach() for name in segment.parameters]]
+    plan = schedule.plan(Case(segment, arguments, True, x.dtype, last=True))
+    y, *saved = schedule.forward(plan, arguments)
+    dy = torch.randn_like(y)
+    found = schedule.backward(plan, dy, arguments, saved, [True] * len(arguments))
+    leaves = [x.requires_grad_(), other.requires_grad_(), *model.norm.parameters()]
+    wanted = model.behind(x, other)
+    assert library.is_channels_last(y) and bool(plan.turns_y) != other_is_last == plan.last
+    torch.testing.assert_close(y, wanted.detach())
+    for ours, eager in zip([g for g in found if g is not None], torch.autograd.grad(wanted, leaves, dy), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_y_alone_is_told(in_front):
+    """With the bytes of each pass, of which none copies x."""
+    model, x = InFront("norm", 128), torch.empty(8, 128, 128, 128, device="meta")
+    words = schedule.describe(Case(*OfInFront.asked(model, x)[:2], True, x.dtype, last=True))
+    assert words.startswith("x as it is, y channels last for what follows, then sums (reads 67.1 MB")
+    assert re.findall(r"(\w+) \(reads (67|13\d|20\d)\.\d MB", words) == [("sums", "67"), ("y", "67"), ("sums", "134"), ("dz", "134")]  # fmt: skip
+    assert re.findall(r"(\w+) \([^)]*, writes 67\.1 MB", words) == ["y", "dz"]
+
+
+def test_x_itself_in_planes(device):
+    """Without a convolution behind it, of x that stands anywhere: nothing is turned there or back."""
+    torch.manual_seed(0)
+    model, x = InFront("norm", 16), torch.randn(2 * 16 * 45 + 1)[1:].view(2, 16, 5, 9)
+    segment, arguments, _ = OfInFront.asked(model, x)
+    plan = schedule.plan(Case(segment.with_result(None, False, ()), arguments, True, x.dtype))
+    y, *saved = schedule.forward(plan, arguments)
+    dy = torch.randn(x.shape)
+    wanted = reference(model, x, dy, torch.float32)
+    dx = schedule.backward(plan, dy, arguments, saved, [True] * len(arguments))[0]
+    assert not plan.turns.launches and saved[0].data_ptr() % 16 == 0
+    torch.testing.assert_close(y, wanted["output"])
+    torch.testing.assert_close(dx, wanted["gradient of x"], rtol=1e-4, atol=1e-5)
 
 
 class Gated(nn.Module):

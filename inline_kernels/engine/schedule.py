@@ -287,21 +287,20 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
     positions = plan.sizes.positions(each.level)
     pack = 8 if plan.value_dtype.itemsize == 2 else 4  # planes.cuh's kPack
     turned = plan.layout and number in program.turned
+    sums = any(key.what != "value" for key in each.targets)
     if plan.last or turned and source.sums_alone(program, number):  # LastPlane's, or LastRows'
-        sums = any(key.what != "value" for key in each.targets)
         packs = -(-plan.sizes.C // (4 if sums else pack))
         lanes = _lanes_across(packs)
         most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
         if sums:  # a lane has eight positions, of which it reads four at once
             planes = plan.sizes.N * side_by_side
-            parts = _shares(-(-most // 8), planes)
-            suffice = planes * _FEW_PARTS >= _BLOCKS or parts <= 2 * _FEW_PARTS
-            return min(parts, _FEW_PARTS) if suffice else parts
+            return _few(_shares(-(-most // 8), planes), planes)
         return max(_shares(most, plan.sizes.N * side_by_side), most // 4)
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
         side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
-        return most if plan.layout == UNITS else _shares(most, side_by_side)
+        parts = most if plan.layout == UNITS else _shares(most, side_by_side)
+        return _few(parts, side_by_side) if sums and plan.turns_y else parts
     if plan.device == "cpu":
         return positions // (1 << 16 if not each.by_sample else 1 << 12) + 1
     return positions // (1024 if each.by_sample else 4096) + 1
@@ -317,6 +316,12 @@ def _lanes_across(packs: int) -> int:
 def _shares(most: int, planes: int) -> int:
     """Blocks that share planes, of which they take some side by side: so many that a GPU has work for each of its blocks a few times."""
     return max(1, min(most, -(-2048 // planes)))
+
+
+def _few(parts: int, planes: int) -> int:
+    """As many as need no merging, where those are blocks enough."""
+    suffice = planes * _FEW_PARTS >= _BLOCKS or parts <= 2 * _FEW_PARTS
+    return min(parts, _FEW_PARTS) if suffice else parts
 
 
 # ---------------------------------------------------------------------------------------------------- arrays and launches
@@ -555,8 +560,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
 def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:
     """Which of our kernels gives the weight's gradient (gradients.py), or None."""
     program, roots = plan.composed.backward, plan.composed.gradients
-    nothing = plan.last or plan.segment.conv.is_nothing
-    if nothing or not (program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())):
+    if plan.last or not (program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())):
         return None
     in_units = bool(program.turned) and program.turns == "dz"  # a pass of positions alone writes dz
     return gradients.fastest(plan.segment, x, weight, dx, in_units)
