@@ -1149,7 +1149,9 @@ def test_y_alone_with_a_second_input(other_is_last, in_front):
     wanted = model.behind(x, other)
     assert library.is_channels_last(y) and bool(plan.turns_y) != other_is_last == plan.last
     torch.testing.assert_close(y, wanted.detach())
-    for ours, eager in zip([g for g in found if g is not None], torch.autograd.grad(wanted, leaves, dy), strict=True):
+    for ours, eager in zip(
+        [g for g in found if g is not None], torch.autograd.grad(wanted, leaves, dy), strict=True
+    ):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
 
 
