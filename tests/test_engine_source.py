@@ -84,6 +84,7 @@ class Run:
         self, model: nn.Module, x: torch.Tensor, dy: torch.Tensor | None = None, saving: bool = False
     ):
         self.segment, arguments, last = self.asked(model, x)
+        self.arguments = arguments
         self.plan = schedule.plan(Case(self.segment, arguments, saving or dy is not None, x.dtype, last=last))
         self.y, *self.saved = schedule.forward(self.plan, arguments)
         self.results = {"output": self.y}
@@ -1160,8 +1161,25 @@ def test_y_alone_is_told(in_front):
     model, x = InFront("norm", 128), torch.empty(8, 128, 128, 128, device="meta")
     words = schedule.describe(Case(*OfInFront.asked(model, x)[:2], True, x.dtype, last=True))
     assert words.startswith("x as it is, y channels last for what follows, then sums (reads 67.1 MB")
-    assert re.findall(r"(\w+) \(reads (67|13\d|20\d)\.\d MB", words) == [("sums", "67"), ("y", "67"), ("sums", "134"), ("dz", "134")]  # fmt: skip
-    assert re.findall(r"(\w+) \([^)]*, writes 67\.1 MB", words) == ["y", "dz"]
+    assert re.findall(r"(\w+) \(reads (67|13\d|20\d)\.\d MB", words) == [("sums", "67"), ("y", "67"), ("sums", "134")]
+    assert re.findall(r"(\w+) \([^)]*, writes 67\.1 MB", words) == ["y"]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_no_gradient_of_what_is_given(last, in_front):
+    """Then nothing is computed at positions for it."""
+    torch.manual_seed(0)
+    model, x, dy = InFront("norm", 16), torch.randn(2, 16, 7, 20), torch.randn(2, 16, 7, 20)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    run = OfInFront(model, x, dy)
+    assert run.plan.last == last
+    needs = [False, False, *[True] * (len(run.arguments) - 2)]
+    _, _, *found = schedule.backward(run.plan, dy, run.arguments, run.saved, needs)
+    wanted = [run.results[f"gradient of {name}"] for name in run.segment.parameters[1:]]
+    assert len(found) == 3 and all(map(torch.equal, found, wanted))
+    launch = schedule._back(run.plan, False, False, True, run.arguments).launch
+    made = dict(zip(launch.made, launch.run(run.arguments, schedule._lying(dy, torch.channels_last), *run.saved)))
+    assert not made["dz"].numel()
 
 
 def test_x_itself_in_planes(device):
@@ -1170,11 +1188,12 @@ def test_x_itself_in_planes(device):
     model, x = InFront("norm", 16), torch.randn(2 * 16 * 45 + 1)[1:].view(2, 16, 5, 9)
     segment, arguments, _ = OfInFront.asked(model, x)
     plan = schedule.plan(Case(segment.with_result(None, False, ()), arguments, True, x.dtype))
+    assert x.data_ptr() % 16 and plan.convolve(*arguments[:2]).data_ptr() % 16 == 0
     y, *saved = schedule.forward(plan, arguments)
     dy = torch.randn(x.shape)
     wanted = reference(model, x, dy, torch.float32)
     dx = schedule.backward(plan, dy, arguments, saved, [True] * len(arguments))[0]
-    assert not plan.turns.launches and saved[0].data_ptr() % 16 == 0
+    assert not plan.turns.launches
     torch.testing.assert_close(y, wanted["output"])
     torch.testing.assert_close(dx, wanted["gradient of x"], rtol=1e-4, atol=1e-5)
 

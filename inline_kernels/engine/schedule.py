@@ -61,6 +61,7 @@ class Plan:
     turns_y: int = 0  # … or it alone, and its gradient, while x is in planes: in which layout
     launch: Launch | None = None
     in_place: bool = False
+    without_dz: bool = False  # does backward's pass for the gradient of v alone not run?
     results: Callable | None = None  # gives what forward returns, of what launch is given and makes
     backward: dict[tuple, Back] = field(default_factory=dict)  # by what is asked for
     turned: tuple | None = None  # of `_input_gradient`: the size of dx, and what is launched
@@ -282,6 +283,8 @@ def _launcher(plan: Plan, program: Program) -> str:
 def _parts(plan: Plan, program: Program, number: int) -> int:
     """Blocks that share a plane: of a few packs a thread on a GPU, or of a tile; strips that fill a core's cache on a CPU."""
     each, divided = program.passes[number], plan.strips.get(_launcher(plan, program))
+    if plan.without_dz and _makes_dz_alone(program, number):
+        return 0
     if divided and (number in program.in_strips or number == program.differentiated):
         return divided.parts
     positions = plan.sizes.positions(each.level)
@@ -304,6 +307,20 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
     if plan.device == "cpu":
         return positions // (1 << 16 if not each.by_sample else 1 << 12) + 1
     return positions // (1024 if each.by_sample else 4096) + 1
+
+
+def _makes_dz_alone(program: Program, number: int) -> bool:
+    return [program.arrays[key].name for key in program.passes[number].targets] == ["dz"]
+
+
+def _needs_no_dz(plan: Plan) -> bool:
+    """Where x, which is v, has no gradient: does a pass make that alone, and for nobody else?"""
+    program, roots = plan.composed.backward, [root for root in plan.composed.gradients.values() if root]
+    if plan.device != "cuda" or not plan.segment.conv.is_nothing:
+        return False
+    touching = [i for i, text in enumerate(program.texts) if "dz" in text.pointers]
+    own = [_makes_dz_alone(program, i) for i in touching]
+    return own == [True] and [root.name for root in roots].count("dz") == 1
 
 
 def _lanes_across(packs: int) -> int:
@@ -533,7 +550,10 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         shapes["dweight"] = weight.shape if own else (0,)
         if not any(of_library) and not dx:
             shapes.setdefault("dz", (0,))
-    side = replace(plan, layout=_turned(plan, program, layout))
+    without_dz = not dx and _needs_no_dz(plan)
+    if without_dz:
+        shapes["dz"] = (0,)
+    side = replace(plan, layout=_turned(plan, program, layout), without_dz=without_dz)
     launch = launch_of(
         side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
     )
@@ -547,7 +567,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         launch,
         found,
         converted,
-        place["dz"] if roots["z"] else None,
+        place["dz"] if roots["z"] and not without_dz else None,
         place["dweight"] if own else None,
         place.get("passes"),
         given_by_library,
@@ -605,7 +625,8 @@ def describe(case: Case, own: str | None = None) -> str:
 def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     """The passes of backward where x has no gradient, and what our own kernels then do."""
     composed, way = plan.composed, _of_our_own(plan, x, weight, False)
-    plan = replace(plan, layout=UNITS if way == gradients.PACKED else plan.turns_y)
+    layout = UNITS if way == gradients.PACKED else plan.turns_y
+    plan = replace(plan, layout=layout, without_dz=_needs_no_dz(plan))
     words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
     return words + (f", {gradients.in_words(way, plan.segment, x, weight)}" if way else "")
 
@@ -623,7 +644,7 @@ def _words(plan: Plan, own: str | None, backward: str) -> str:
 
 
 def passes_in_words(plan: Plan, program: Program, names: naming.Names) -> str:
-    passes = [i for i, one in enumerate(program.passes) if isinstance(one, Planes)]
+    passes = [i for i, one in enumerate(program.passes) if isinstance(one, Planes) and _parts(plan, program, i)]
     return ", ".join(_pass_words(plan, program, names, i) for i in passes) or "small values"
 
 
