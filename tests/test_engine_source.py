@@ -1161,7 +1161,11 @@ def test_y_alone_is_told(in_front):
     model, x = InFront("norm", 128), torch.empty(8, 128, 128, 128, device="meta")
     words = schedule.describe(Case(*OfInFront.asked(model, x)[:2], True, x.dtype, last=True))
     assert words.startswith("x as it is, y channels last for what follows, then sums (reads 67.1 MB")
-    assert re.findall(r"(\w+) \(reads (67|13\d|20\d)\.\d MB", words) == [("sums", "67"), ("y", "67"), ("sums", "134")]
+    assert re.findall(r"(\w+) \(reads (67|13\d|20\d)\.\d MB", words) == [
+        ("sums", "67"),
+        ("y", "67"),
+        ("sums", "134"),
+    ]
     assert re.findall(r"(\w+) \([^)]*, writes 67\.1 MB", words) == ["y"]
 
 
@@ -1178,7 +1182,9 @@ def test_no_gradient_of_what_is_given(last, in_front):
     wanted = [run.results[f"gradient of {name}"] for name in run.segment.parameters[1:]]
     assert len(found) == 3 and all(map(torch.equal, found, wanted))
     launch = schedule._back(run.plan, False, False, True, run.arguments).launch
-    made = dict(zip(launch.made, launch.run(run.arguments, schedule._lying(dy, torch.channels_last), *run.saved)))
+    made = dict(
+        zip(launch.made, launch.run(run.arguments, schedule._lying(dy, torch.channels_last), *run.saved))
+    )
     assert not made["dz"].numel()
 
 

@@ -644,7 +644,9 @@ def _words(plan: Plan, own: str | None, backward: str) -> str:
 
 
 def passes_in_words(plan: Plan, program: Program, names: naming.Names) -> str:
-    passes = [i for i, one in enumerate(program.passes) if isinstance(one, Planes) and _parts(plan, program, i)]
+    passes = [
+        i for i, one in enumerate(program.passes) if isinstance(one, Planes) and _parts(plan, program, i)
+    ]
     return ", ".join(_pass_words(plan, program, names, i) for i in passes) or "small values"
 
 
