@@ -208,12 +208,52 @@ def test_eagers_float32_stays(layouts, monkeypatch):
     assert layouts == [False, True, True, True, True, False]
 
 
-def test_what_has_no_error_is_not_rounded(layouts, monkeypatch):
-    """The result of a convolution that eager runs in float32."""
+class Pooled(Chain):
+    """What is convolved is also pooled, and that convolved."""
+
+    def forward(self, x):
+        x = F.silu(self.first(x))
+        return F.silu(self.second(x)), F.silu(self.second(F.max_pool2d(x, 2)))
+
+
+def test_what_is_pooled_and_has_no_error(layouts, monkeypatch):
+    """Isn't rounded: it may be convolved in float32, for all that is known."""
     monkeypatch.setattr(precision, "runs_tf32", lambda x, weight, *given, **settings: weight.shape[1] > 3)
     with torch.no_grad():
-        fuse(Chain())(torch.randn(2, 3, 9, 10))
-    assert layouts == [False, False]
+        fuse(Pooled())(torch.randn(2, 3, 9, 10))
+    assert layouts == [False] * 3
+
+
+def test_what_has_no_error(layouts, monkeypatch):
+    """The result of a convolution that eager runs in float32: of all digits, then rounded as the library would for a convolution that reads it at
+    once. Gradients of the first are those of float32."""
+    monkeypatch.setattr(precision, "runs_tf32", lambda x, weight, *given, **settings: weight.shape[1] > 3)
+    convolve, backward, seen, gradients = library.convolve, library.convolve_backward, [], []
+
+    def noted(how, x, *given):
+        seen.append(x.detach())
+        return convolve(how, x, *given)
+
+    def noted_backward(how, dz, *given):
+        gradients.append(dz)
+        return backward(how, dz, *given)
+
+    monkeypatch.setattr(library, "convolve", noted)
+    monkeypatch.setattr(library, "convolve_backward", noted_backward)
+    torch.manual_seed(0)
+    model, x = Chain(), torch.randn(2, 3, 9, 10)
+    fuse(model)(x).sum().backward()
+    assert layouts == [False, True]
+    exact = F.silu(model.first(x)).detach()
+    torch.testing.assert_close(seen[1].contiguous(), exact, rtol=2**-11 * 1.01, atol=1e-6)
+    assert not seen[1].contiguous().view(torch.int32).bitwise_and(0x1FFF).any()
+    assert (
+        not library.is_channels_last(gradients[1])
+        and gradients[1].view(torch.int32).bitwise_and(0x1FFF).any()
+    )
+    eager = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for parameter, of_eager in zip(model.parameters(), eager):
+        torch.testing.assert_close(parameter.grad, of_eager, rtol=1e-2, atol=1e-2)
 
 
 def test_gradients_in_float32_stay_so(layouts, monkeypatch):

@@ -38,12 +38,13 @@ MODELS = {
     "added": Adds,
     "added first, no bias": lambda: Adds(bias=False, x_first=True),
     "a product": lambda: nn.Sequential(nn.Conv2d(8, 16, 1)).to(torch.bfloat16),
+    "a product of some positions": lambda: nn.Sequential(nn.Conv2d(8, 16, 1, (2, 3))).to(torch.bfloat16),
     "two": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU()),
 }
 OTHERS = {
     "no relu": lambda: nn.Sequential(nn.Conv2d(8, 8, 3)),
     "no relu, in float32": lambda: nn.Sequential(nn.Conv2d(8, 8, 1)),
-    "no relu, a stride": lambda: nn.Sequential(nn.Conv2d(8, 8, 1, 2)).to(torch.bfloat16),
+    "no relu, padding": lambda: nn.Sequential(nn.Conv2d(8, 8, 1, padding=1)).to(torch.bfloat16),
     "another function": lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.GELU()),
     "a norm": lambda: relued(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)),
     "a volume": lambda: relued(nn.Conv3d(8, 8, 3)),
@@ -85,7 +86,7 @@ class Library:
         monkeypatch.setattr(inside, "_answers", {})
         monkeypatch.setattr(capturing, "capture", lambda *given, **_: capture(*given, bare=True))
         monkeypatch.setattr(inside, "_least_ms", lambda call, device: call() is None or self.times.pop())
-        self.times = [1.0, 1.0] * 50  # of the library's convolution alone, and of it with the tail
+        self.times = [1.0, 1.0] * 50  # of the library's convolution and a pass, and of it with the tail
         addmm = torch.addmm
         monkeypatch.setattr(torch, "addmm", lambda *given: self.calls.append(given) or addmm(*given))
 
@@ -141,14 +142,31 @@ def test_others_are_left_to_passes(name, gpu, monkeypatch):  # noqa: F811
     assert not library.calls
 
 
-def test_where_gradients_follow_or_x_is_in_planes(gpu, monkeypatch):  # noqa: F811
+def test_not_where_gradients_follow(gpu, monkeypatch):  # noqa: F811
     gpu()
     library = Library(monkeypatch)
     model, fast, x = pair(MODELS["bias"])
     torch.testing.assert_close(fast(x), model(x))
-    with torch.no_grad():
-        torch.testing.assert_close(fast(x.contiguous()), model(x.contiguous()))
     assert not library.calls
+
+
+@pytest.mark.parametrize("layout", [inside.layouts.PLANES, inside.layouts.FOR_TF32])
+@pytest.mark.parametrize("name", ["bias", "groups", "added", "a product"])
+def test_in_planes(name, layout, gpu, monkeypatch):  # noqa: F811
+    """Where the library convolves so."""
+    gpu()
+    Library(monkeypatch)
+    monkeypatch.setattr(inside.layouts, "fastest", lambda *given: layout)
+    torch.manual_seed(0)
+    model, x = MODELS[name](), torch.randn(2, 8, 9, 10)
+    fast, x = fuse(model), x.to(next(model.parameters()).dtype)
+    with torch.no_grad():
+        text = str(fast.plan(x))
+        if not layout:
+            near = {"rtol": 0.02, "atol": 0.02} if x.dtype == torch.bfloat16 else {}
+            torch.testing.assert_close(y := fast(x), model(x), **near)
+            assert y.is_contiguous()
+    assert (inside.WORDS in text) == (layout == inside.layouts.PLANES and name != "a product")
 
 
 @pytest.mark.parametrize("name", ["bias", "added"])

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import numerics
 from inline_kernels.bench import checks
-from inline_kernels.engine import mainloops, sinks
+from inline_kernels.engine import direct, mainloops, sinks, stored
+from inline_kernels.engine.between import KEPT, OPERAND
 from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, kinds_of, only_through, random_model  # noqa: F401
@@ -153,6 +154,55 @@ def test_padding_stride_and_dilation(name, through):
     through("stream", stores=name == "norm")
     model = model_of((40, 24, 3, 2), TAILS[name][0], padding=(1, 2), stride=(2, 1), dilation=(1, 2))
     assert_rule(model, numerics.random_input((3, 24, 8, 9)))
+
+
+def rounded(y: torch.Tensor) -> torch.Tensor:
+    bits = y.contiguous().view(torch.int32)
+    nearest = bits.add(0x1000).bitwise_and(~0x1FFF).view(torch.float32)
+    return torch.where(y.isfinite(), nearest, y)
+
+
+@pytest.mark.parametrize(
+    "by, tail",
+    [(direct, lambda m, v: F.silu(v * m.scale)), (sinks, TAILS["norm"][0]), (stored, TAILS["norm"][0])],
+    ids=["direct", "sinks", "stored"],
+)
+@pytest.mark.parametrize("result", [OPERAND, KEPT])
+def test_a_result_that_stays_channels_last(result, by, tail, through):
+    """Is the same; an operand of the next convolution, rounded to TF32, also where it is computed again."""
+    through("stream")
+    model, x = model_of((40, 24, 3, 3), tail, padding=1), numerics.random_input((3, 24, 5, 37))
+    x[0, 3, 2, 5] = INF
+    segment, arguments = given(model, x)
+
+    def of(segment, last: bool) -> torch.Tensor:
+        case = Case(segment, arguments, False, x.dtype, last=last)
+        plan = by.plan(case)
+        assert not last or plan.last
+        return by.forward(plan, arguments)[0].view(3, 40, 5, 37)
+
+    y, kept = of(segment, False), of(segment.with_result(result, False, (), True), True)
+    assert kept.is_contiguous(memory_format=torch.channels_last)
+    exact = (
+        {"rtol": 0, "atol": 0} if by is not stored else {"rtol": 2**-10, "atol": 1e-5}
+    )  # another order of sums
+    torch.testing.assert_close(
+        kept.contiguous(), rounded(y) if result == OPERAND else y, equal_nan=True, **exact
+    )
+    assert y.isnan().any() and y[1:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "mainloop, filters, size", [(name, *FILTERS[name][0]) for name in ("narrow2d", "wide")]
+)
+def test_mainloops_that_write_planes(mainloop, filters, size, through):
+    through(mainloop)
+    for by, tail in ((direct, lambda m, v: F.silu(v)), (sinks, TAILS["norm"][0])):
+        model, x = model_of(filters, tail), numerics.random_input((2, filters[1], *size))
+        segment, arguments = given(model, x)
+        case = Case(segment.with_result(KEPT, False, (), True), arguments, False, x.dtype, last=True)
+        with pytest.raises(sinks.Unsupported, match=mainloops.STAYS_LAST):
+            by.plan(case)
 
 
 @pytest.mark.parametrize("name", ["norm", "norm, mean", "max"])

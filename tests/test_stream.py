@@ -26,7 +26,7 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
 #endif
   using Operands = conv::Operands<value_t, SPLIT>;
 #if X_LAST == Y_LAST
-  conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST, FOLDED>(
+  conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST, FOLDED, Y_LAST, false>(
       x, weight, walk, stream, conv::Stored{y, conv::Identity{}});
 #else
   const Scratch<uint32_t> largest(x.size(0), stream);

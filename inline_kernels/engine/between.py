@@ -6,8 +6,9 @@ means over positions; an OPERAND, if it is of its own convolution alone. Other r
 
 In float32 tensor cores cut operands off in channels last that the library rounds in planes. So operands are rounded to TF32: filters, gradients
 of v, an OPERAND where it is written, what else is KEPT before it is convolved. And a convolution runs so only where eager's is in TF32, or where
-its x is an OPERAND, which has an error of that size from its own convolution: that is why nothing is one whose own isn't in TF32 in eager.
-Gradients run so only where both of eager's are in TF32.
+its x is an OPERAND, which has an error of that size from its own convolution. Where its own isn't in TF32 in eager, a result is one only for
+convolutions that read it at once, all in TF32 in eager; then v is computed in planes, and y written channels last. Gradients run so only where both
+of eager's are in TF32.
 
 What torch.cat joins of such results is a `Join`: with it goes a transposed convolution that nothing else reads. Its result is an OPERAND if all
 parts are, a transposed convolution's because it runs so only where eager's is in TF32 (joining.py).
@@ -79,7 +80,9 @@ def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
 
     def told(segment: Segment) -> Segment:
         of_operand = _is_operand(nodes[segment].args[0], found, model)
-        return segment.with_result(found[segment], of_operand, _readers(nodes[segment], filters))
+        readers, node = _readers(nodes[segment], filters), nodes[segment]
+        at_once = all(_convolves(user, node, filters) for user in node.users)
+        return segment.with_result(found[segment], of_operand, readers, at_once)
 
     return [*map(told, segments)]
 
@@ -102,12 +105,14 @@ def is_kept(segment: Segment, x: Tensor, weight: Tensor, y: Tensor) -> bool:
         return False
     if x.element_size() == 2:
         return True
-    if not library.may_run_tf32(x) or not (segment.conv.is_nothing or runs_tf32(segment, x, weight)):
+    if not library.may_run_tf32(x):
         return False
+    is_nothing = segment.conv.is_nothing
+    is_exact = is_nothing or not runs_tf32(segment, x, weight)
     readers = [runs_tf32_behind(y, "forward", *reader) for reader in segment.read_by]
     if segment.result == KEPT:
-        return not readers or any(readers)
-    if segment.conv.is_nothing and not (readers and all(readers)):
+        return any(readers) or not readers and (is_nothing or not is_exact)
+    if is_exact and not (segment.at_once and all(readers)):
         return False
     return all(runs_tf32_behind(y, "dw", *reader) for reader in segment.read_by)  # which reads it, too
 
@@ -151,13 +156,15 @@ def _weight(model: nn.Module, captured: Captured, segment: Segment) -> Tensor:
 
 def _readers(node: fx.Node, filters: dict[Segment, Tensor]) -> tuple:
     """What `runs_tf32_behind` asks of the convolutions that read a result at once. It is the same for a layer of other channels."""
-    users = [user.target for user in node.users if user.target in filters and user.args[0] is node]
     found = {}
-    for user in users:
-        if not user.conv.is_nothing:
-            outputs, channels, *taps = filters[user].shape
-            found[Fraction(outputs, channels), tuple(taps), _settings(user, filters[user])] = True
+    for user in (user.target for user in node.users if _convolves(user, node, filters)):
+        outputs, channels, *taps = filters[user].shape
+        found[Fraction(outputs, channels), tuple(taps), _settings(user, filters[user])] = True
     return tuple(found)
+
+
+def _convolves(user: fx.Node, node: fx.Node, filters: dict[Segment, Tensor]) -> bool:
+    return user.target in filters and user.args[0] is node and not user.target.conv.is_nothing
 
 
 def _joins(

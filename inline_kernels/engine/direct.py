@@ -427,7 +427,7 @@ def _chosen(case: Case) -> Written:
     """The first mainloop that can run it. Raises Unsupported."""
     segment, weight = case.segment, case.weight
     check(case)
-    if not choice.is_silent() and inside.runs(case):
+    if case.last and not choice.is_silent() and inside.runs(case):
         raise Unsupported("the library runs the tail inside its convolution, channels last")
     if case.saving and case.x.dtype != torch.float32:
         raise Unsupported("backward needs v as the library rounds it")
@@ -442,8 +442,11 @@ def _chosen(case: Case) -> Written:
             written = _written(segment, mainloop, case.exact_order, composed)
             front = written.front
             mainloop.check_walk(segment, weight, front.window if front.pooled else None)
-            if mainloop.walks and len(segment.inputs) > 1 and mainloops.takes_last(case.x):
-                raise Unsupported("x lies channels last, other inputs may not")
+            takes_last = mainloops.takes_last(case.x)
+            if mainloop.walks and len(segment.inputs) > 1 and (takes_last or case.stays_last):
+                raise Unsupported("x or y lies channels last, other inputs may not")
+            if case.stays_last and not takes_last and written.rest:
+                raise Unsupported(mainloops.STAYS_LAST)
             if (reason := mainloop.refuses(_job(written, case))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
@@ -462,8 +465,8 @@ def check(case: Case) -> None:
         raise Unsupported("there is no convolution")
     if case.segment.conv.groups != 1:
         raise Unsupported("the convolution has groups")
-    if case.stays_last and not mainloops.takes_last(case.x):
-        raise Unsupported("its result stays channels last for the next convolution")
+    if case.stays_last and case.saving and not mainloops.takes_last(case.x):
+        raise Unsupported(mainloops.STAYS_LAST)
     sizes = case.sizes
     results = sizes.N * sizes.C * sizes.positions("e")
     fewest = int(FEWEST_RESULTS * tiling.device_properties(case.x.device.index).scale.memory)
@@ -513,7 +516,7 @@ def describe(case: Case) -> str:
 @dataclass
 class Plan:
     """`rest` computes y from the launcher's only result, or has backward. copies: of arguments, by number, in what forward saves behind the
-    launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last: do x and y lie channels last?"""
+    launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last: does y lie channels last?"""
 
     launch: Launch
     rest: schedule.Plan | None
@@ -545,11 +548,11 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     beside = [schedule._shape(rest, rest.composed.forward, array) for array in written.results[1:]]
     made = zip(written.results, _dtypes(written, case), [shape, *beside])
     table = [Entry(array.name, kind, None, size) for array, kind, size in made]
-    table[0] = table[0]._replace(last=bool(turned))
+    table[0] = table[0]._replace(last=bool(defines.get("RESULTS_LAST")))
     table += [Entry(name, x.dtype, at, last=at in turned) for name, at in (("x", 0), ("weight", weight_at))]
     bind = functools.partial(kernels.forward.bound, *numbers, trusting=True, new=new_of(table))
     launch = Launch(bind, [*table, *behind], arguments)
-    return Plan(launch, rest, *_copies(segment, rest if saving else None), bool(turned))
+    return Plan(launch, rest, *_copies(segment, rest if saving else None), table[0].last)
 
 
 def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, int]], int]:

@@ -1,9 +1,9 @@
-"""A tail that a GPU's library runs inside its convolution, channels last, where no gradient follows: y = relu(v + bias + another tensor), or in 16
-bits y = v + bias of filters of one place, which is a product of matrices.
+"""A tail that a GPU's library runs inside its convolution where no gradient follows: y = relu(v + bias + another tensor), channels last, or in planes
+where the library convolves so; or channels last in 16 bits y = v + bias of filters of one place, which is a product of matrices.
 
 Then no pass over v is left, and y mostly takes no longer than v alone (benchmarks/NOTES.md). PyTorch has it as cudnn_convolution_relu,
 cudnn_convolution_add_relu and addmm. Whether the library has a kernel for the very sizes and settings that is as exact as eager, keeps NaN as
-eager's relu does and is no slow one, it is asked once, as precision.py does; elsewhere a pass runs behind the convolution.
+eager's relu does and is faster than a pass behind the convolution, it is asked once, as precision.py does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ _add_relu = getattr(torch, "cudnn_convolution_add_relu", None)
 _CHANNELS = Space(False, True, "")
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
 _SLACK = 1.1  # of eager's error, as norms
-_SLOW = 1.3  # times the convolution alone: what a pass behind it takes is hardly less
 _answers: dict[tuple, bool] = {}
 _lock = threading.Lock()
 
-WORDS = "the library's convolution with the tail inside, channels last, v is never written"
+WORDS = "the library's convolution with the tail inside, v is never written"
 
 
 class Tail(NamedTuple):
@@ -75,7 +74,7 @@ def runs(case: Case) -> bool:
     conv, cudnn, x, weight = case.segment.conv, torch.backends.cudnn, case.x, case.weight
     how, kind = library.Convolution.of(conv, weight).settings, (tail.added is not None, tail.has_relu)
     flags = library.may_run_tf32(x), cudnn.version(), cudnn.benchmark, cudnn.deterministic, _reductions()
-    key = x.device, *x.shape, *weight.shape, x.dtype, how, kind, flags
+    key = x.device, *x.shape, *weight.shape, x.dtype, _format(x), how, kind, flags
     with _lock:
         if key not in _answers:
             if is_watched() or support.capturing():
@@ -95,12 +94,15 @@ def _fits(case: Case, tail: Tail) -> bool:
     known = all(type(size) is int for size in (*x.shape, *weight.shape))
     if not known or weight.dim() != 4 or segment.conv.is_nothing or x.dtype not in _DTYPES:
         return False
-    if not case.last or between.rounds(segment, x) or not library.is_channels_last(x):
+    if between.rounds(segment, x) or case.last != library.is_channels_last(x):
+        return False
+    if not case.last and not _stays_in_planes(case):
         return False
     how = library.Convolution.of(segment.conv, weight)
     if how.around or {weight.dtype, case.dtype} != {x.dtype}:
         return False
-    if not tail.has_relu and not (x.dtype != torch.float32 and _is_product(how, weight)):
+    is_product = case.last and x.dtype != torch.float32 and _is_product(how, weight)
+    if not (tail.has_relu or is_product):
         return False
     sizes, shapes = case.sizes, {}
     if tail.bias is not None:
@@ -109,26 +111,40 @@ def _fits(case: Case, tail: Tail) -> bool:
         shapes[tail.added] = [sizes.N, sizes.C, *sizes.levels["e"][1:]]
     for place, shape in shapes.items():
         t = case.arguments[place]
-        layout = torch.contiguous_format if len(shape) == 1 else torch.channels_last
+        layout = torch.contiguous_format if len(shape) == 1 else _format(x)
         if [*t.shape] != shape or t.dtype != x.dtype or not t.is_contiguous(memory_format=layout):
             return False
     return True
 
 
+def _stays_in_planes(case: Case) -> bool:
+    x, weight = case.x, case.weight
+    lie = all(t.is_contiguous() for t in (x, weight))
+    return (
+        lie
+        and not case.convolves_last
+        and layouts.fastest(case.segment, x, weight, "forward") == layouts.PLANES
+    )
+
+
+def _format(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if library.is_channels_last(x) else torch.contiguous_format
+
+
 def _is_product(how: library.Convolution, weight: Tensor) -> bool:
-    """Is the convolution one of matrices?"""
-    stride, inside, _, groups = how.settings
-    return {*weight.shape[2:], *stride, groups} == {1} and not any(inside)
+    """Is the convolution one of matrices, of x at some positions?"""
+    _, inside, _, groups = how.settings
+    return {*weight.shape[2:], groups} == {1} and not any(inside)
 
 
 def _asked(x: Tensor, weight: Tensor, how: Sequence, added: bool, has_relu: bool) -> bool:
     """Only the first sample has values: a kernel isn't chosen by them. NaN and infinities stand in one row: some kernels spread them."""
-    generator = torch.Generator(x.device).manual_seed(0)
+    generator, layout = torch.Generator(x.device).manual_seed(0), _format(x)
 
     def operand(shape: Sequence[int], samples: int | None = None) -> Tensor:
         t = torch.zeros(shape, dtype=x.dtype, device=x.device)
         t[:samples].normal_(generator=generator)
-        return t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+        return t.contiguous(memory_format=layout) if t.dim() == 4 else t
 
     def eagers(image: Tensor, filters: Tensor, bias: Tensor, other: Tensor | None) -> Tensor:
         v = torch.conv2d(image, filters, bias, *how)
@@ -159,8 +175,11 @@ def _asked(x: Tensor, weight: Tensor, how: Sequence, added: bool, has_relu: bool
                 image[:1, :1, image.shape[2] // 2] = odd
                 found = found and is_right(image)
             ours = functools.partial(_run, image, filters, bias, other, how, has_relu)
-            alone = functools.partial(torch.conv2d, image, filters, None, *how)
-            return found and _least_ms(ours, x.device) <= _SLOW * _least_ms(alone, x.device)
+
+            def behind() -> Tensor:  # a pass, whatever it computes
+                return torch.conv2d(image, filters, None, *how).relu_()
+
+            return found and _least_ms(ours, x.device) <= _least_ms(behind, x.device)
     except RuntimeError:  # there is none, or no memory
         return False
 
@@ -174,7 +193,8 @@ def _run(
     x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None, how: Sequence, has_relu: bool
 ) -> Tensor:
     if not has_relu:
-        N, C, *size = x.shape
+        down, across = how[0]
+        N, C, *size = (x := x[:, :, ::down, ::across]).shape
         y = torch.addmm(bias, x.movedim(1, -1).reshape(-1, C), weight.reshape(-1, C).t())
         return y.view(N, *size, -1).movedim(-1, 1)
     return _relu(x, weight, bias, *how) if added is None else _add_relu(x, weight, added, 1.0, bias, *how)
@@ -182,8 +202,10 @@ def _run(
 
 def planned(plan, case: Case) -> Callable[..., Tensor]:
     """Gives y of arguments like the case's; turned: the filters as `plan.filters` turns them."""
-    tail, weight_at = tail_of(case.segment), len(case.segment.inputs)
-    how, operands = layouts.operands_of(plan, case.x, case.weight, plan.runs)
+    tail, weight_at, layout = tail_of(case.segment), len(case.segment.inputs), _format(case.x)
+    how, operands = plan.convolution, layouts.Operands(layouts.itself, layouts.itself)
+    if case.last:
+        how, operands = layouts.operands_of(plan, case.x, case.weight, plan.runs)
     nothing = case.x.new_zeros(case.sizes.C) if tail.bias is None else None
     if nothing is not None and nothing.is_cuda:  # other streams read it, too
         torch.cuda.current_stream(nothing.device).synchronize()
@@ -192,6 +214,6 @@ def planned(plan, case: Case) -> Callable[..., Tensor]:
         x, weight = operands(a[0], a[weight_at], turned)
         bias = nothing if tail.bias is None else a[tail.bias]
         y = _run(x, weight, bias, None if tail.added is None else a[tail.added], how.settings, tail.has_relu)
-        return y.contiguous(memory_format=torch.channels_last)
+        return y.contiguous(memory_format=layout)
 
     return run

@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 class Launch:
     """A launcher for arguments of one kind: `run(arguments, *given)` allocates what is to be made, runs it, and returns that, of the
     names `made`. bind: gives what is run, of the tensors that lie channels last. given: the names of what is there beside the arguments.
-    number: of an argument, a number, behind the tensors."""
+    number: of an argument, a number, behind the tensors. `last`: does the first one lie channels last?"""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class Launch:
         given: Sequence[str] = (),
         number=None,
     ):
+        self.last = table[0].last
         none = [e for e in table if e.shape is not None and not math.prod(e.shape)]
         new = [e for e in table if e.shape is not None and e not in none]
         self.bound = bind(last=[i for i, e in enumerate(table) if e.last and e not in none])

@@ -89,7 +89,7 @@ class Turns:
 
     def channels_last(self, like: Tensor, rounds: bool) -> Callable[[Tensor], Tensor]:
         """What lies so already comes as it is."""
-        return _itself if library.is_channels_last(like) else self._one(_Turn.of(like, True), rounds)
+        return itself if library.is_channels_last(like) else self._one(_Turn.of(like, True), rounds)
 
     def planes(self, like: Tensor) -> Callable[[Tensor], Tensor]:
         """Of what lies channels last."""
@@ -261,7 +261,7 @@ def _of_each(of_one: Callable, of_other: Callable) -> Callable:
     return lambda one, other: (of_one(one), of_other(other))
 
 
-def _itself(t: Tensor) -> Tensor:
+def itself(t: Tensor) -> Tensor:
     return t
 
 
@@ -272,10 +272,10 @@ def image_of(plan, x: Tensor, layout: int) -> Callable[[Tensor], Tensor]:
     """What makes of an x between convolutions what the library takes in that layout."""
     segment = plan.segment
     if not between.rounds(segment, x) or not library.is_channels_last(x) or segment.conv.is_nothing:
-        return _itself
+        return itself
     if layout == PLANES:
         return plan.turns.planes(x)
-    return _itself if segment.of_operand else plan.turns.rounded(x)
+    return itself if segment.of_operand else plan.turns.rounded(x)
 
 
 def convolving(plan, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], Turning | None]:
@@ -284,10 +284,11 @@ def convolving(plan, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], 
     if plan.own:
         return plan.own, None
     how, image = plan.convolution, image_of(plan, x, plan.runs)
-    if not (plan.last or plan.runs):
+    if not plan.runs:
         if how.is_nothing:
             return lambda x, weight: library.aligned(x), None
-        return lambda x, weight: library.convolve(how, image(x), weight), None
+        behind = plan.turns.channels_last(_like_v(plan, x), False) if plan.last else itself
+        return lambda x, weight: behind(library.convolve(how, image(x), weight)), None
     how, operands = operands_of(plan, x, weight, plan.runs)
     if not (plan.last or plan.layout):
         in_planes = plan.turns.planes(_like_v(plan, x))
@@ -313,9 +314,9 @@ def differentiating(
     how, image = plan.convolution, image_of(plan, x, layout)
     in_planes = not plan.last or between.rounds(plan.segment, x) and not how.is_nothing
     if layout == PLANES and in_planes:
-        of_dz = plan.turns.planes(_like_v(plan, x)) if turned else _itself
+        of_dz = plan.turns.planes(_like_v(plan, x)) if turned else itself
         return lambda dz, x, weight: library.convolve_backward(how, of_dz(dz), image(x), weight, wanted), None
-    how, operands = operands_of(plan, x, weight, plan.runs if plan.last else layout)
+    how, operands = operands_of(plan, x, weight, layout or plan.runs)
     of_dz, results = _of_gradient(plan, x, layout, turned), _results(plan, how, x, weight)
 
     def run(dz: Tensor, x: Tensor, weight: Tensor, turned: Tensor | None = None) -> tuple:
@@ -332,7 +333,7 @@ def _of_gradient(plan, x: Tensor, layout: int, turned: bool) -> Callable[[Tensor
     rounds = (
         plan.last and layout == FOR_TF32 and not plan.composed.backward.turns
     )  # it is another gradient, too
-    return plan.turns.rounded(_like_v(plan, x)) if rounds else _itself
+    return plan.turns.rounded(_like_v(plan, x)) if rounds else itself
 
 
 def _results(plan, how: library.Convolution, x: Tensor, weight: Tensor) -> Callable:
@@ -340,8 +341,8 @@ def _results(plan, how: library.Convolution, x: Tensor, weight: Tensor) -> Calla
     x_shape, turns, lies = x.shape, plan.turns, library.weight_format(weight)
     turns_dx = how is plan.convolution and not library.is_channels_last(x, weight)
     turns_dw = not library.is_channels_last(weight)
-    of_dx = turns.planes(x) if turns_dx else _itself
-    of_dw = turns.planes(weight) if turns_dw else _itself
+    of_dx = turns.planes(x) if turns_dx else itself
+    of_dw = turns.planes(weight) if turns_dw else itself
     of_both = turns.both_planes(x, weight) if turns_dx and turns_dw else None
     if how is not plan.convolution:
         down, across = plan.convolution.settings[0]
@@ -373,7 +374,7 @@ def operands_of(plan, x: Tensor, weight: Tensor, layout: int) -> tuple[library.C
     alone. Where eager's are channels last, all is as it is."""
     how, turns, rounds = plan.convolution, plan.turns, layout == FOR_TF32
     if plan.last and not plan.segment.result:
-        return how, Operands(_itself, _itself)
+        return how, Operands(itself, itself)
     filters, of_weight = Turning.of(weight, True, rounds), turns.channels_last(weight, rounds)
     if how.around:  # then the library's x is a larger one
         of_x = lambda image: turns.channels_last(image, rounds)(image)  # noqa: E731

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from inline_kernels.loader.operators import PLAIN
 
-from . import choice, library, precision, tiling
+from . import between, choice, library, precision, tiling
 from .cases import Case
 from .passes import Unsupported
 
 # Bytes that narrow3d's staging takes (store/runs.cuh); that sinks take with what the mainloop has itself: those that store, with one that
 # reduces; those that only reduce.
 _RUNS_SHARED, _STORES_SHARED, _REDUCES_SHARED = 34 << 10, 42 << 10, 14 << 10
+STAYS_LAST = "its result stays channels last for the next convolution"
 
 
 # ------------------------------------------------------------------------------------------------------------------ the walk
@@ -61,7 +62,8 @@ def walk_text(dimensions: int) -> str:
 
 class Job(NamedTuple):
     """What a mainloop is asked to do. dtypes: of the results; front: direct.py's, or sinks: those of each pass; positions: v's, in all samples;
-    settings: how its filter goes, or None where it is padded by more behind than before; dilation: of its columns."""
+    settings: how its filter goes, or None where it is padded by more behind than before; dilation: of its columns; last: are results to lie channels
+    last for the next convolution, and rounds: y be rounded to TF32?"""
 
     x: Tensor
     weight: Tensor
@@ -71,6 +73,8 @@ class Job(NamedTuple):
     positions: int
     settings: precision.Settings | None
     dilation: int
+    last: bool = False
+    rounds: bool = False
 
     @property
     def window(self) -> int:
@@ -94,7 +98,9 @@ def job_of(case: Case, dtypes: Sequence[torch.dtype], front=None, sinks: Sequenc
     same = walk.before == walk.behind
     settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
     positions = sizes.N * sizes.positions("e")
-    return Job(case.x, case.weight, dtypes, front, sinks, positions, settings, walk.dilation[-1])
+    rounds = case.stays_last and case.segment.result == between.OPERAND and case.x.dtype == torch.float32
+    how = settings, walk.dilation[-1], case.stays_last, rounds
+    return Job(case.x, case.weight, dtypes, front, sinks, positions, *how)
 
 
 class Sinks(NamedTuple):
@@ -138,6 +144,8 @@ class Mainloop(NamedTuple):
         if not own and library.is_channels_last(x) and not choice.is_silent():
             if x.element_size() == 2 or library.may_run_tf32(x):
                 return "x lies channels last, and the library takes it so"
+        if job.last and not own and (not self.walks or job.window > 1):
+            return STAYS_LAST
         return self.obstacle(job)
 
     def check_walk(self, segment, weight: Tensor, window: Sequence[int | None] | None = None) -> None:
@@ -290,6 +298,7 @@ def stream_splits(job: Job) -> bool:
 def _stream_defines(job: Job) -> dict:
     how = _streamed(job, bool(job.sinks or job.front.pooled))
     last = {"WEIGHT_LAST": int(not how.packs and library.is_channels_last(job.weight))}
+    last |= {"RESULTS_LAST": int(not how.packs or job.last), "ROUNDS_RESULT": int(job.rounds)}
     return tiling.stream_defines(job.x, job.weight, job.positions, how) | last
 
 
@@ -301,13 +310,13 @@ def local(struct: str) -> str:
     return "conv::Identity{}" if struct.startswith("conv::") else struct.lower()
 
 
-def _each(number: int, sinks: Sequence) -> str:
-    """The sinks' results one by one."""
+def _each(number: int, sinks: Sequence, stored: str = "conv::each_value<{}>") -> str:
+    """The sinks' results one by one; what is stored by that function."""
     found = []
     for sink in sinks:
         tail, name = local(sink.tail), sink.array.name
         if sink.kind == "store":
-            found.append(f"conv::each_value<{sink.element}>(values, {name}, {tail})")
+            found.append(f"{stored.format(sink.element)}(values, {name}, {tail})")
         elif sink.kind == "channels":
             given = f"values, pointer<{sink.element}>({name}), {tail}, {local(sink.after)}, partial_{number}, blocks_{number}"
             found.append(f"reduce::each_position<{sink.reduction}>({given})")
@@ -384,7 +393,7 @@ def _wide(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
 def _stream(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
     def out(sink) -> str:
         if sink.kind == "store":
-            return f"store::Positions<{sink.element}, false>{{{sink.array.name}}}"
+            return f"store::Positions<{sink.element}, RESULTS_LAST, ROUNDS_RESULT>{{{sink.array.name}}}"
         if sink.kind == "channels":
             return f"reduce::StreamChannels<{sink.reduction}>{{partial_{number}}}"
         return f"reduce::StreamPositions<{sink.what}>{{{sink.array.name}, int(parts_{number})}}"
@@ -398,7 +407,8 @@ def _stream(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
     of_more = [
         f"conv::Sunk<{each.tail}, decltype({out(each)})>{{{local(each.tail)}, {out(each)}}}" for each in more
     ]
-    behind = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {_each(number, sinks)}, stream); }}"
+    each = _each(number, sinks, "conv::each_stored<{}, RESULTS_LAST, ROUNDS_RESULT>")
+    behind = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {each}, stream); }}"
     given = f"x, weight, walk, {local(last.tail)}, {out(last)}, {(*of_more, 'conv::NoSink{}')[0]}, largest, stream, {behind}"
     kind = "Filter, Operands, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, false, FOLDED"
     return planned, [f"conv::stream<{kind}>({given});"]
@@ -432,7 +442,7 @@ _STREAM_SINKS = Sinks(
 
 def _stream_of(dimensions: int, takes: str) -> Mainloop:
     axes, pool = "DHW"[3 - dimensions :], ", Pool" * (takes == "windows")
-    kind = "Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST, FOLDED"
+    kind = "Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST, FOLDED, RESULTS_LAST, ROUNDS_RESULT"
     return Mainloop(
         "stream",
         takes,

@@ -177,8 +177,10 @@ def _set_layout(plan: Plan, case: Case, own: bool) -> None:
     _lay_out(plan, case)
     plan.runs = PLANES if own else layouts.fastest(case.segment, case.x, case.weight, "forward")
     if plan.last:
-        of_tf32 = between.rounds(case.segment, case.x) and not case.segment.conv.is_nothing
-        plan.runs = FOR_TF32 if of_tf32 else TURNED
+        plan.runs = TURNED
+        if between.rounds(case.segment, case.x) and not case.segment.conv.is_nothing:
+            in_tf32 = between.convolves_last(case.segment, case.x, case.weight)
+            plan.runs = FOR_TF32 if in_tf32 else PLANES
 
 
 def _turned(plan: Plan, program: Program, layout: int) -> int:

@@ -37,7 +37,7 @@ class Segment:
     one, the tail's), `buffers`, `scalars` (qualified attribute name -> leaf), `modules` (name -> class and the settings read from it),
     `random`, `updates` (batch norms in training), `channels`, `eager` (the calls that the segment stands for, as a graph: placeholders in
     the inputs' order), `stopped` (why it ends where it does), `digest` (equal for segments that differ in names alone), `result` (its layout, as
-    between.py says; None: eager's), `of_operand` (is x an OPERAND?), `read_by` (filters' shapes and settings, of convolutions)."""
+    between.py says; None: eager's), `of_operand` (is x an OPERAND?), `read_by` (filters' shapes and settings, of convolutions that read it as it is), `at_once` (does nothing else?)."""
 
     def __init__(self, **fields: Any):
         self.__dict__.update(fields)
@@ -63,9 +63,10 @@ class Segment:
     result: str | None = None
     of_operand: bool = False
     read_by: tuple = ()
+    at_once: bool = False
 
-    def with_result(self, result: str, of_operand: bool, read_by: tuple) -> Segment:
-        told = {"result": result, "of_operand": of_operand, "read_by": read_by}
+    def with_result(self, result: str, of_operand: bool, read_by: tuple, at_once: bool) -> Segment:
+        told = {"result": result, "of_operand": of_operand, "read_by": read_by, "at_once": at_once}
         digest = hashlib.sha256(repr(told).encode()).hexdigest()[:8]
         return Segment(**vars(self) | told | {"digest": f"{self.digest}_{digest}"})
 

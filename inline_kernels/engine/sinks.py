@@ -305,8 +305,12 @@ def _windows(size: str, window: int | None, stride: int | None, padding: int) ->
 def chosen(case: Case, mainloop) -> Composed:
     """Of what can run the cheaper one. Raises Unsupported."""
     found, reasons = {}, []
+    if case.stays_last and len(case.segment.inputs) > 1:
+        raise Unsupported("y lies channels last, other inputs may not")
     for stores in (False, True):
         try:
+            if stores and case.stays_last:
+                raise Unsupported("what is stored for later passes lies in planes")
             if stores and not case.x.dtype == case.dtype == torch.float32:
                 raise Unsupported("v isn't written in 16 bits")
             found[stores] = composed(case.segment, mainloop, case.exact_order, stores)
@@ -385,7 +389,7 @@ def plan(case: Case) -> Launch:
     for array in found.results:
         place, kind = at.get(array.name), case.dtype if array.name == "y" else torch.float32
         shape = case.sizes.shape(array.space) if place is None else None
-        table.append(Entry(array.name, kind, place, shape, True))
+        table.append(Entry(array.name, kind, place, shape, True, last=case.stays_last and place is None))
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at)]
     table += [Entry(name, dtypes[kind], at[naming.identifier(name)]) for name, kind in found.tensors]

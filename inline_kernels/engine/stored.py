@@ -7,6 +7,7 @@ schedule.py's functions and signatures. The convolution is planned as a segment 
 from __future__ import annotations
 
 from . import direct, programs, schedule, sinks
+from .between import KEPT
 from .cases import Case
 from .graph import ELEMENTS, Graph
 from .schedule import Unsupported, backward, forward, saved
@@ -18,40 +19,38 @@ BY_SIZES = True
 _BY = direct, sinks  # sinks takes any number of channels out
 
 
-def _in_planes(case: Case) -> Case:
-    """For what follows the convolution, which writes v so."""
-    return case._replace(last=False, in_planes=True)
+def _behind(case: Case) -> Case:
+    """For what follows the convolution, which writes v so, unless y stays channels last: then v lies so, too."""
+    return case if case.stays_last else case._replace(last=False, in_planes=True)
 
 
 def alone(case: Case) -> Case:
-    """Its convolution, of x and the weight. The segment is made once; it is kept with the graph of the case's."""
-    segment = case.segment
+    """Its convolution, of x and the weight. The segment is made once; it is kept with the graph of the case's. v isn't rounded."""
+    segment, last = case.segment, case.stays_last
     with programs.lock:
-        known = vars(segment.graph)
-        if "alone" not in known:
+        known = vars(segment.graph).setdefault("alone", {})
+        if last not in known:
             graph = Graph(segment.graph.dimensions)
             own = {"graph": graph, "outputs": [graph.leaf("z", ELEMENTS, "z")], "inputs": segment.inputs[:1]}
             own |= {
-                "result": None,
+                "result": KEPT if last else None,
                 "parameters": segment.parameters[:1],
                 "buffers": [],
                 "scalars": {},
                 "random": [],
                 "updates": [],
             }
-            known["alone"] = Segment(**vars(segment) | own)
-    return Case(known["alone"], (case.x, case.weight), False, case.x.dtype)
+            known[last] = Segment(**vars(segment) | own)
+    return Case(known[last], (case.x, case.weight), False, case.x.dtype, last=last)
 
 
 def _convolving(case: Case):
     """The schedule that convolves. Raises Unsupported."""
-    if case.stays_last:
-        raise Unsupported("its result stays channels last for the next convolution")
     refused = []
     for by in _BY:
         try:
             requests = by.requests(alone(case))
-            if any(request["defines"].get("LAST") for request in requests):
+            if not case.stays_last and any(each["defines"].get("RESULTS_LAST") for each in requests):
                 raise Unsupported("v would lie channels last, and passes read planes")
             return by
         except Unsupported as error:
@@ -61,17 +60,17 @@ def _convolving(case: Case):
 
 def requests(case: Case) -> list[dict]:
     """The first one is load's."""
-    return schedule.requests(_in_planes(case)) + _convolving(case).requests(alone(case))
+    return schedule.requests(_behind(case)) + _convolving(case).requests(alone(case))
 
 
 def describe(case: Case) -> str:
     by = _convolving(case)
     return schedule.describe(
-        _in_planes(case), by.describe(alone(case)).partition(":" if by is sinks else ",")[0]
+        _behind(case), by.describe(alone(case)).partition(":" if by is sinks else ",")[0]
     )
 
 
 def plan(case: Case) -> schedule.Plan:
     by = _convolving(case)
     own = by.plan(alone(case))
-    return schedule.plan(_in_planes(case), own=lambda x, weight: by.forward(own, (x, weight))[0])
+    return schedule.plan(_behind(case), own=lambda x, weight: by.forward(own, (x, weight))[0])

@@ -59,6 +59,25 @@ template <class Filter, class T> struct Walked {
   }
 };
 
+// Results that a pointwise tail makes, one by one, as store::Positions stores them channels last: y (N, …, kOut).
+template <class Values, class T, class Tail, bool kRounds> struct WalkedLast {
+  Values v;
+  T* y;
+  Tail tail;
+  HOST_DEVICE int64_t results() const { return Values::kOut * v.positions(); }  // of a sample
+  __device__ void operator()(int64_t n, int64_t i) const {
+    const int c = int(i % Values::kOut);
+    const int64_t position = i / Values::kOut, at = n * results() + c * v.positions() + position;
+    const float value = tail_of(tail, v(n, c, position), tail.channel(n, c), at);
+    y[n * results() + i] = T(kRounds ? nearest_tf32(value) : value);
+  }
+};
+template <class T, bool kLast, bool kRounds, class Values, class Tail>
+auto each_stored(const Values& v, T* y, const Tail& tail) {
+  if constexpr (kLast) return WalkedLast<Values, T, Tail, kRounds>{v, y, tail};
+  else return each_value(v, y, tail);
+}
+
 // What a tail makes of windows of those: y (N, kOut, …).
 template <class Values, class Pool, class T, class Tail> struct WalkedWindows {
   Values v;
@@ -159,13 +178,15 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
 }
 
 // y.to = y.tail(conv(x, weight)), or what it makes of windows of that; where there is `more`, that, too. Right for
-// all values of x and weight.
+// all values of x and weight. kResultsLast: do they lie channels last? kRounds: and are rounded to TF32?
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
-          int kFolded, class Pool = Unpooled, class T, class Tail, class... Ts, class... Tails>
+          int kFolded, bool kResultsLast, bool kRounds, class Pool = Unpooled, class T, class Tail, class... Ts,
+          class... Tails>
 void streamed(const In<typename Operands::value_t>& x, const In<typename Operands::value_t>& weight, const Walk& walk,
               cudaStream_t stream, const Stored<T, Tail>& y, const Stored<Ts, Tails>&... more) {
   static_assert(sizeof...(more) == 0 || (sizeof...(more) == 1 && Pool::kArea == 1));
   static_assert(!kLast || !Operands::kScaled, "what is computed again lies in planes");
+  static_assert(!kResultsLast || Pool::kArea == 1 || !Operands::kScaled, "so do windows");
   using Values = Walked<Filter, typename Operands::value_t>;
   const Scratch<uint32_t> largest(x.size(0), stream);
   const auto behind = [&](const Doubts& doubts) {
@@ -175,16 +196,17 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
       const WalkedWindows<Values, Pool, T, Tail> each{v, y.to.data, y.tail, windows[0], windows[1], windows[2]};
       exact(doubts, x.size(0), each, stream);
     } else {
-      const auto each = all_of(each_value(v, y.to.data, y.tail), each_value(v, more.to.data, more.tail)...);
+      const auto each = all_of(each_stored<T, kResultsLast, kRounds>(v, y.to.data, y.tail),
+                               each_stored<Ts, kResultsLast, false>(v, more.to.data, more.tail)...);
       exact(doubts, x.size(0), each, stream);
     }
   };
   const auto launch = [&](const auto& besides) {
     conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, kFolded, Pool>(
-        x, weight, walk, y.tail, store::Positions<T, kLast>{y.to}, besides, largest, stream, behind);
+        x, weight, walk, y.tail, store::Positions<T, kResultsLast, kRounds>{y.to}, besides, largest, stream, behind);
   };
   if constexpr (sizeof...(more) == 0) launch(NoSink{});
-  else launch(Sunk<Tails..., store::Positions<Ts..., kLast>>{more.tail..., {more.to...}});
+  else launch(Sunk<Tails..., store::Positions<Ts..., kResultsLast>>{more.tail..., {more.to...}});
 }
 
 }  // namespace conv

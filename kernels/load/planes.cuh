@@ -9,6 +9,7 @@
 // ROUNDS_Y and ROUNDS_DZ these, which the library convolves next, are rounded to TF32.
 #pragma once
 #include "core/launch.cuh"
+#include "core/tf32.cuh"
 #include "load/extent.h"
 #include "load/extreme.cuh"
 #include "load/reduce.cuh"
@@ -27,14 +28,6 @@ namespace load {
 constexpr bool kLast = CHANNELS_LAST;
 constexpr int kPlaneThreads = 256;
 constexpr int kPack = sizeof(value_t) == 2 ? 8 : 4;
-
-// The nearest value of TF32's, ties away from zero (cvt.rna.tf32): so the library rounds operands in planes; from operands in channels
-// last a tensor core cuts the other bits off. No other type runs in TF32.
-__device__ inline float nearest_tf32(float v) {
-  const bool stays_finite = fabsf(v) < 0x1.ffep127f;  // and is not NaN
-  return stays_finite ? __uint_as_float((__float_as_uint(v) + 0x1000) & ~0x1fffu) : v;
-}
-template <class T> __device__ T nearest_tf32(T v) { return v; }
 
 // Loads and stores of at most 16 bytes.
 template <class E, int K> struct alignas(sizeof(E) * K < 16 ? sizeof(E) * K : 16) Memory {

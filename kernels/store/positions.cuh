@@ -1,5 +1,5 @@
 // Sinks that store a convolution's results as they are, position by position: y (N, C, S), or channels last,
-// (N, S, C), S positions a sample.
+// (N, S, C), S positions a sample; there, where kRounds, to TF32.
 //
 // A warp hands over 16 channels × 8·kTiles positions, which may run over samples, as products leave them:
 // lane 4 g + t has positions 8 j + 2 t and the next, of channel g in [j][0] and [j][1], of channel g + 8 in
@@ -7,6 +7,7 @@
 // elements.
 #pragma once
 #include "core/scalar.h"
+#include "core/tf32.cuh"
 
 namespace store {
 
@@ -15,7 +16,8 @@ struct Patch {
   int position, columns, channel;
 };
 
-template <class T, bool kChannelsLast> struct Positions {
+template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
+  static_assert(kChannelsLast || !kRounds, "who takes operands in planes rounds them");
   T* y;
   using result_t = T;
   static constexpr bool kLast = kChannelsLast, kReduces = false;
@@ -95,7 +97,9 @@ template <class T, bool kChannelsLast> struct Positions {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int column = i * 8 + lane / 4;
-        const float4 four = *reinterpret_cast<const float4*>(staging + column * kPitch + lane % 4 * 4);
+        float4 four = *reinterpret_cast<const float4*>(staging + column * kPitch + lane % 4 * 4);
+        if constexpr (kRounds)
+          four = {nearest_tf32(four.x), nearest_tf32(four.y), nearest_tf32(four.z), nearest_tf32(four.w)};
         if (first * 8 + column >= patch.columns || own >= channels) continue;
         T* const to = y + int64_t(patch.position + first * 8 + column) * channels + own;
         const Four values{T(four.x), T(four.y), T(four.z), T(four.w)};
