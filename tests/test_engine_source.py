@@ -1193,7 +1193,7 @@ def test_x_itself_in_planes(device):
     torch.manual_seed(0)
     model, x = InFront("norm", 16), torch.randn(2 * 16 * 45 + 1)[1:].view(2, 16, 5, 9)
     segment, arguments, _ = OfInFront.asked(model, x)
-    plan = schedule.plan(Case(segment.with_result(None, False, ()), arguments, True, x.dtype))
+    plan = schedule.plan(Case(segment.with_result(None, False, (), False), arguments, True, x.dtype))
     assert x.data_ptr() % 16 and plan.convolve(*arguments[:2]).data_ptr() % 16 == 0
     y, *saved = schedule.forward(plan, arguments)
     dy = torch.randn(x.shape)
