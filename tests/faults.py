@@ -151,6 +151,7 @@ FAULTS = [
     Fault("inline_kernels/engine/cases.py", "all(t.is_contiguous() for t in alike)", "alike[0].is_contiguous()", "test_engine_source.py -k y_alone"),
     Fault("inline_kernels/engine/layouts.py", "return lambda x, weight: library.aligned(x), None", "return lambda x, weight: x, None", "test_engine_source.py -k x_itself"),
     Fault("inline_kernels/engine/layouts.py", "in_planes = not plan.last or between", "in_planes = between", "test_engine_source.py -k x_itself"),
+    Fault("inline_kernels/engine/schedule.py", "without_dz = not dx and _needs_no_dz(plan)", "without_dz = False", "test_engine_source.py -k no_gradient_of"),
     # ---- windows that overlap, lie apart, begin outside
     Fault("kernels/load/planes.cuh", "is_in<P>(z, fine.D) && is_in<P>(y, fine.H);", "is_in<P>(y, fine.H);", "test_engine_source.py -k 'any_windows and cuda and volumes'"),
     Fault("kernels/load/planes.cuh", "total += math::select(inside, f(", "total += math::select(true, f(", "test_engine_source.py -k 'any_windows and cuda and mean'"),
