@@ -286,7 +286,7 @@ def convolving(plan, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], 
     how, image = plan.convolution, image_of(plan, x, plan.runs)
     if not plan.runs:
         if how.is_nothing:
-            return lambda x, weight: library.aligned(x), None
+            return lambda x, weight: library.aligned(library.convolve(how, x, weight)), None
         behind = plan.turns.channels_last(_like_v(plan, x), False) if plan.last else itself
         return lambda x, weight: behind(library.convolve(how, image(x), weight)), None
     how, operands = operands_of(plan, x, weight, plan.runs)

@@ -97,7 +97,7 @@ def _compose(segment, kind: Kind) -> Composed:
         saved = [*[array for array in saved if array not in small], naming.KEPT]
     turns = kind.device == "cuda"
     if turns and not segment.conv.is_nothing:
-        ahead.turns = "v" * all(array.name != "v" for array in saved)  # backward finds it in planes
+        ahead.turns = "" if any(array.name == "v" for array in saved) else "v"  # backward finds it in planes
         if back:
             back.turns = _turned_gradient(gradients)
     if kind.turns_y and y.space == ELEMENTS:
@@ -113,7 +113,7 @@ def _compose(segment, kind: Kind) -> Composed:
 
 
 def _turned_gradient(gradients: dict[Node, Root | None]) -> str:
-    return "dz" * ([root and root.name for root in gradients.values()].count("dz") == 1)
+    return "dz" if [root and root.name for root in gradients.values()].count("dz") == 1 else ""
 
 
 def running_statistics(segment, statistics: Sequence[Node]) -> list[Root]:

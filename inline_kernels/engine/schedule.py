@@ -55,7 +55,7 @@ class Plan:
     filters: layouts.Turning | None = None  # how it turns the latter first, which a chain does for it
     own: Callable | None = None  # the same, contiguous, in the library's place
     inside: Callable | None = None  # gives y of the arguments, in the place of all that (inside.py)
-    layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
+    layout: int = 0  # of what forward's passes turn, or backward's (`Program.turns`): kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     last: bool = False  # are all arrays of positions and channels channels last? Then so is y
     turns_y: int = 0  # … or it alone, and its gradient, while x is in planes: in which layout
@@ -184,7 +184,7 @@ def _set_layout(plan: Plan, case: Case, own: bool) -> None:
 
 
 def _turned(plan: Plan, program: Program, layout: int) -> int:
-    """The layout in which a program's passes have the convolution's side, where the library has it in that."""
+    """The layout in which a program's passes have what they turn, where the library has the convolution's side in that."""
     if plan.last or plan.turns_y:
         return plan.turns_y or TURNED
     return layout if program.turned and plan.sizes.C % 8 == 0 else PLANES
@@ -584,7 +584,7 @@ def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:
     program, roots = plan.composed.backward, plan.composed.gradients
     if plan.last or not (program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())):
         return None
-    in_units = bool(program.turned) and program.turns == "dz"  # a pass of positions alone writes dz
+    in_units = program.turns == "dz" and bool(program.turned)  # a pass of positions alone writes dz
     return gradients.fastest(plan.segment, x, weight, dx, in_units)
 
 

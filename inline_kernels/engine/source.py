@@ -188,8 +188,10 @@ def size(array: Array) -> str:
 
 
 def _turned(program: Program) -> list[int]:
-    """The passes that can take what it `turns` channels last: all that read or write it; or none."""
+    """The passes that can take what it `turns` channels last: all that read it, or the one that writes it; or none."""
     found = [i for i, text in enumerate(program.texts) if text.turns]
+    if len(found) > 1 and program.turns in {array.name for array in program.arrays.values()}:
+        return []  # it is read again
     alone = [isinstance(each, Planes) and not each.by_sample and each.level == "e" for each in program.passes]
     return found if all(alone[i] and not program.texts[i].scalar for i in found) else []
 
@@ -249,13 +251,20 @@ def keeps_v(program: Program) -> bool:
 # ----------------------------------------------------------------------------------------------------------- its calls
 
 
+_TURNED = {"v": "planes_of_v", "dz": "planes_to_v", "y": "planes_to_y", "dy": "planes_of_dy"}
+
+
 def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
     calls = []
     for i, each in enumerate(program.passes):
         if isinstance(each, Planes):
             v, skeleton, layout = "v" if program.texts[i].reads_v else "nullptr", "planes", ""
             if i in program.turned:
-                skeleton, v, layout = *_turning(program, i, v), ", layout"
+                skeleton, layout = _TURNED[program.turns], ", layout"
+                if program.turns != "v":
+                    v = f"{v}, {program.turns}"
+                elif sums_alone(program, i):
+                    skeleton = "sums_of_v"
             if each.by_sample:
                 skeleton, v = "by_sample", f"C, {v}"
             calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")
@@ -263,15 +272,6 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
         else:
             calls.append(small_call(program, i, made[i]))
     return calls
-
-
-def _turning(program: Program, number: int, v: str) -> tuple[str, str]:
-    """Of a pass that is `turned` the skeleton, and its arrays there."""
-    name = program.turns
-    if name == "v":
-        return "sums_of_v" if sums_alone(program, number) else "planes_of_v", v
-    writes = any(program.arrays[key].name == name for key in program.passes[number].targets)
-    return f"planes_{'to' if writes else 'of'}_{'v' if name == 'dz' else 'y'}", f"{v}, {name}"
 
 
 def merging(program: Program, number: int) -> list[str]:

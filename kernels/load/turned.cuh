@@ -1,5 +1,5 @@
 // One array channels last (N, S, C), while all others are (N, C, S). It is on the side of a convolution, which a GPU's library runs fastest so
-// where it runs on tensor cores: v or its gradient; or, of a pass in front of one, y or its gradient.
+// where it runs on tensor cores: v or its gradient behind one, y or its gradient in front of one.
 //
 // A block turns tiles of positions and channels through shared memory, one after the other: all that are its part of some planes. A warp
 // takes a channel of a tile after the other, kPack neighbouring positions a lane, or, in planes of odd sizes, one. C is a multiple of
@@ -226,15 +226,15 @@ void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value
   turned<Tiled::kWritten>(pass, extent, v, nullptr, gradient, parts, layout, stream);
 }
 
-// Passes in front of a convolution, whose v is in planes: that read y, or its gradient, and one that writes y.
-template <class Pass>
-void planes_of_y(const Pass& pass, const Extent& extent, const value_t* v, const value_t* y, int64_t parts, int64_t layout,
-                 cudaStream_t stream) {
-  turned<Tiled::kRead>(pass, extent, v, y, nullptr, parts, layout, stream);
-}
+// In front of a convolution a pass that writes what that reads, and those that read its gradient.
 template <class Pass>
 void planes_to_y(const Pass& pass, const Extent& extent, const value_t* v, value_t* y, int64_t parts, int64_t layout, cudaStream_t stream) {
   turned<Tiled::kWritten>(pass, extent, v, nullptr, y, parts, layout, stream);
+}
+template <class Pass>
+void planes_of_dy(const Pass& pass, const Extent& extent, const value_t* v, const value_t* dy, int64_t parts, int64_t layout,
+                  cudaStream_t stream) {
+  turned<Tiled::kRead>(pass, extent, v, dy, nullptr, parts, layout, stream);
 }
 
 // ------------------------------------------------------------------------------------------------- whole arrays, turned
