@@ -707,6 +707,7 @@ def test_what_is_saved_lies_as_foreseen(layout, device):
         ("of a stem", "float", "90a", 0),
         ("of a stem", "float", "90a", 1),
         ("of volumes", "bfloat16_t", "90a", 0),
+        ("in front", "bfloat16_t", "90a", 0),
     ],
 )
 def test_kernels_compile_without_spills(number, value, architecture, last, monkeypatch, tmp_path):
@@ -716,10 +717,13 @@ def test_kernels_compile_without_spills(number, value, architecture, last, monke
         model = Pooled(pool, True)
         model.behind = nn.Identity()
         x = torch.randn(2, 1, *(8,) * (3 if number == "of volumes" else 2))
+    elif number == "in front":
+        model, x = InFront("norm", 64), torch.randn(2, 64, 8, 8)
     else:
         model, x = problem(number)
-    segment = segment_of(model, x)
-    (request,) = schedule.requests(Case(segment, arguments_of(model, segment, x), True, x.dtype))
+    segment, arguments, of_y = (OfInFront if number == "in front" else Run).asked(model, x)
+    (request,) = schedule.requests(Case(segment, arguments, True, x.dtype, last=of_y))
+    assert ("planes_of_dy" in request["source"]) == (number == "in front")
     assert not (pool and "kSingle = true" in request["source"])
     source = tmp_path / "tail.cu"
     source.write_text(request["source"])
