@@ -124,7 +124,9 @@ template <int K, bool across = false> struct Point {
     if constexpr (ROUNDS_Y) write_nearest(to, x);
     else write(to, x);
   }
-  template <class X> __device__ __forceinline__ void write_v(value_t* to, const X& x) const {
+  // An array that lies as all others here: v's gradient, or y and its gradient.
+  template <class E> __device__ __forceinline__ auto turned(const E* from) const { return read(from); }
+  template <class E, class X> __device__ __forceinline__ void write_turned(E* to, const X& x) const {
     if constexpr (ROUNDS_DZ) write_nearest(to, x);
     else write(to, x);
   }
