@@ -376,6 +376,28 @@ def test_filters_channels_last_later(layouts):
     torch.testing.assert_close(before, after, rtol=1e-2, atol=1e-2)
 
 
+def test_what_stands_in_front_turns_on_its_way(layouts):
+    """x, in planes, isn't copied for a norm's sake."""
+    torch.manual_seed(0)
+    model, x = NETWORKS["vae_block"].small_model().eval(), torch.randn(2, 16, 9, 11)
+    with torch.no_grad():
+        first, *others = fuse(model).plan(x)
+    assert first.reason.startswith("x as it is, y channels last for what follows, then sums (reads ")
+    assert not any("y channels last" in other.reason for other in others)
+
+
+def test_what_is_given_is_kept_as_it_is(layouts):
+    """For a backward that refuses to run, as eager's, once it was written."""
+    torch.manual_seed(0)
+    model, x = NETWORKS["vae_block"].small_model(), torch.randn(2, 16, 9, 11, requires_grad=True)
+    for run in (model, fuse(model)):
+        given = x * 1.0
+        y = run(given)
+        given.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            y.sum().backward()
+
+
 def test_in_half_precision(layouts):
     torch.manual_seed(0)
     model, x = Branches().bfloat16().eval(), torch.randn(2, 3, 17, 20).bfloat16()

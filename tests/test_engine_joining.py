@@ -329,7 +329,7 @@ def test_eagers_float32_stays(of, runs, monkeypatch):
     if of == "dx":
         seen, grow = [], F.conv_transpose2d
         monkeypatch.setattr(F, "conv_transpose2d", lambda x, *given: (seen.append(x), grow(x, *given))[1])
-        joiner = fast._kept[0].joiners[0]
+        joiner = fast._kept[0].replacements[0]
         image = torch.randn(2, 8, 6, 10).contiguous(memory_format=torch.channels_last)
         pooled = F.max_pool2d(image, 2)
         with torch.no_grad():
@@ -401,7 +401,7 @@ def test_eager_where_nothing_fits(runs, monkeypatch):
     fast = fuse(model)
     with torch.no_grad():
         fast(x)
-        joiner, last = fast._kept[0].joiners[0], torch.channels_last
+        joiner, last = fast._kept[0].replacements[0], torch.channels_last
         image, pooled = torch.randn(2, 8, 6, 10), torch.randn(2, 8, 3, 5)
         assert len(runs) == 1
         given = [t.contiguous(memory_format=last) for t in (image, pooled, image)]
@@ -462,7 +462,7 @@ def test_on_a_cpu_nothing_changes():
     fast = fuse(model)
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
-    assert not fast._kept[0].joiners
+    assert not fast._kept[0].replacements
 
 
 # ------------------------------------------------------------------------------------------------------------------ on a GPU

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import shutil
 import subprocess
 import warnings
@@ -20,7 +21,7 @@ import inline_loader
 from benchmarks import level2
 from fuzz_engine import random_program
 from inline_kernels.bench import checks
-from inline_kernels.engine import layouts, library, passes, programs, schedule, source
+from inline_kernels.engine import between, layouts, library, passes, programs, schedule, source
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import CTYPES, Case
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
@@ -82,12 +83,8 @@ class Run:
     def __init__(
         self, model: nn.Module, x: torch.Tensor, dy: torch.Tensor | None = None, saving: bool = False
     ):
-        self.segment = segment_of(model, x)
-        arguments = arguments_of(model, self.segment, x)
-        last = False
-        if library.is_channels_last(x) and library.device_type(x) == "cuda":
-            like = copy.deepcopy(model)(x)
-            last = like.dim() == x.dim() and library.is_channels_last(like)
+        self.segment, arguments, last = self.asked(model, x)
+        self.arguments = arguments
         self.plan = schedule.plan(Case(self.segment, arguments, saving or dy is not None, x.dtype, last=last))
         self.y, *self.saved = schedule.forward(self.plan, arguments)
         self.results = {"output": self.y}
@@ -96,6 +93,15 @@ class Run:
             gradients = schedule.backward(self.plan, dy, arguments, self.saved, needs)
             names = ["x", *self.segment.parameters]
             self.results |= {f"gradient of {name}": g for name, g in zip(names, gradients)}
+
+    @staticmethod
+    def asked(model: nn.Module, x: torch.Tensor) -> tuple:
+        """The segment, its arguments, and whether y comes channels last."""
+        segment, last = segment_of(model, x), False
+        if library.is_channels_last(x) and library.device_type(x) == "cuda":
+            like = copy.deepcopy(model)(x)
+            last = like.dim() == x.dim() and library.is_channels_last(like)
+        return segment, arguments_of(model, segment, x), last
 
 
 def reference(
@@ -111,7 +117,9 @@ def reference(
     return found
 
 
-def assert_rule(model: nn.Module, x: torch.Tensor, backward: bool = True, label: str = "") -> Run:
+def assert_rule(
+    model: nn.Module, x: torch.Tensor, backward: bool = True, label: str = "", kind: type[Run] = Run
+) -> Run:
     """At most twice eager's error, by checks.py's limits, in one draw or, where rounding was lucky for eager, in the mean of some; NaN where
     float64 has it. float64 itself is held to a few units of what was summed."""
     run = None
@@ -128,7 +136,7 @@ def assert_rule(model: nn.Module, x: torch.Tensor, backward: bool = True, label:
                 else None
             )
             exact, eager = reference(model, own, dy, torch.float64), reference(model, own, dy, x.dtype)
-        run = Run(model, own, dy)
+        run = kind(model, own, dy)
         found = []
         for name, r in exact.items():
             ours = run.results[name]
@@ -699,6 +707,7 @@ def test_what_is_saved_lies_as_foreseen(layout, device):
         ("of a stem", "float", "90a", 0),
         ("of a stem", "float", "90a", 1),
         ("of volumes", "bfloat16_t", "90a", 0),
+        ("in front", "bfloat16_t", "90a", 0),
     ],
 )
 def test_kernels_compile_without_spills(number, value, architecture, last, monkeypatch, tmp_path):
@@ -708,10 +717,13 @@ def test_kernels_compile_without_spills(number, value, architecture, last, monke
         model = Pooled(pool, True)
         model.behind = nn.Identity()
         x = torch.randn(2, 1, *(8,) * (3 if number == "of volumes" else 2))
+    elif number == "in front":
+        model, x = InFront("norm", 64), torch.randn(2, 64, 8, 8)
     else:
         model, x = problem(number)
-    segment = segment_of(model, x)
-    (request,) = schedule.requests(Case(segment, arguments_of(model, segment, x), True, x.dtype))
+    segment, arguments, of_y = (OfInFront if number == "in front" else Run).asked(model, x)
+    (request,) = schedule.requests(Case(segment, arguments, True, x.dtype, last=of_y))
+    assert ("planes_of_dy" in request["source"]) == (number == "in front")
     assert not (pool and "kSingle = true" in request["source"])
     source = tmp_path / "tail.cu"
     source.write_text(request["source"])
@@ -1027,6 +1039,173 @@ def test_a_second_input_channels_last(other_is_last, device):
     torch.testing.assert_close(y, wanted.detach())
     for ours, eager in zip(found, torch.autograd.grad(wanted, leaves, dy)):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+class InFront(nn.Module):
+    """Tails of norms, without the convolution that follows."""
+
+    def __init__(self, tail: str, channels: int):
+        super().__init__()
+        self.tail, self.p = tail, nn.Parameter(torch.randn(channels, 1, 1))
+        self.norm = nn.BatchNorm2d(channels) if tail == "batch" else nn.GroupNorm(4, channels)
+        self.behind = nn.Identity()
+
+    def forward(self, x):
+        y = self.norm(x)
+        if self.tail == "across":
+            return self.behind(y * torch.sigmoid(y.sum(1, keepdim=True) * self.p))
+        if self.tail == "beside":  # v at its own place, behind the norm
+            return self.behind(torch.tanh(y * self.p) + x)
+        return self.behind(torch.nn.functional.silu(y) * self.p)
+
+
+class OfInFront(Run):
+    """x in planes, and y channels last for a convolution."""
+
+    @staticmethod
+    def asked(model, x):
+        whole = copy.copy(model)
+        vars(whole)["_modules"] = model._modules | {"behind": nn.Conv2d(x.shape[1], 8, 3, dtype=x.dtype)}
+        captured = capture(whole, model.training, 4, bare=True)
+        vars(whole).update(captured.constants)
+        segment = between.laid_out(captured, whole)[0]
+        return segment, arguments_of(whole, segment, x), True
+
+
+@pytest.fixture
+def in_front(device, monkeypatch):
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(between, "FEWEST_CHANNELS", 4)
+    monkeypatch.setattr(between, "rounds", lambda segment, x: False)
+
+
+@pytest.mark.parametrize("size", [(16, 20), (11, 15)], ids=["in fours", "odd"])
+@pytest.mark.parametrize(
+    "tail, dtype", [("norm", torch.float32), ("norm", torch.bfloat16), ("batch", torch.float32), ("beside", torch.float32)], ids=str
+)  # fmt: skip
+def test_y_alone_is_channels_last(tail, dtype, size, in_front, monkeypatch):
+    """In front of a convolution: x stays where it is, and its gradient comes so; passes turn y and dy on their way."""
+    monkeypatch.setattr(schedule, "_shares", lambda most, planes: min(most, 2))  # a block has several tiles
+    torch.manual_seed(0)
+    model, x = InFront(tail, 40).to(dtype), torch.randn(2, 40, *size).to(dtype)
+    run = assert_rule(model, x, label=tail, kind=OfInFront)
+    assert run.plan.turns_y and not run.plan.turns.launches
+    assert library.is_channels_last(run.y) and run.results["gradient of x"].is_contiguous()
+
+
+def test_y_alone_is_rounded(in_front, monkeypatch):
+    """To TF32, where a convolution reads it next; nothing else is, nor is x copied."""
+    torch.manual_seed(0)
+    model, x, found = InFront("norm", 16), torch.randn(2, 16, 7, 20), []
+    dy = torch.randn(2, 16, 7, 20)
+    for rounds in (False, True):
+        monkeypatch.setattr(between, "rounds", lambda segment, x: rounds)
+        run = OfInFront(model, x, dy)
+        assert run.plan.turns_y and run.saved[0].data_ptr() == x.data_ptr()
+        found.append(run.results)
+    exact, ours = found
+    assert torch.equal(rounded(exact.pop("output")), ours.pop("output"))
+    assert len(ours) > 3 and all(torch.equal(t, ours[name]) for name, t in exact.items() if t is not None)
+
+
+@pytest.mark.parametrize("what", ["channels", "a slice", "reduced channels"])
+def test_y_alone_is_not_channels_last(what, in_front):
+    """Then x is turned first."""
+    torch.manual_seed(0)
+    model = InFront("across" if what == "reduced channels" else "norm", 12 if what == "channels" else 16)
+    x = torch.randn(2, len(model.p), 9, 20)[..., :14]
+    run = OfInFront(model, x if what == "a slice" else x.contiguous(), torch.randn(x.shape))
+    assert run.plan.last and not run.plan.turns_y
+    exact = reference(model, x, None, torch.float64)["output"]
+    torch.testing.assert_close(run.y, exact.float())
+
+
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = nn.GroupNorm(4, 16), nn.Conv2d(16, 16, 3)
+        self.one, self.two = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+
+    def forward(self, x):
+        x, other = torch.tanh(self.one(x)), torch.tanh(self.two(x))
+        return self.last(self.behind(x, other)) * (x.mean((2, 3)) * other.mean((2, 3)))[..., None, None]
+
+    def behind(self, x, other):
+        return torch.nn.functional.silu(self.norm(x) + other)
+
+
+@pytest.mark.parametrize("other_is_last", [False, True])
+def test_y_alone_with_a_second_input(other_is_last, in_front):
+    """It lies as x does, or all is channels last."""
+    torch.manual_seed(0)
+    model, x, other = Added(), torch.randn(2, 16, 9, 14), torch.randn(2, 16, 9, 14)
+    given = x, other.contiguous(memory_format=torch.channels_last) if other_is_last else other
+    captured = capture(model, True, 4, bare=True)
+    (segment,) = [each for each in between.laid_out(captured, model) if each.conv.is_nothing]
+    assert len(segment.inputs) == 2 and segment.result == between.KEPT
+    vars(model).update(captured.constants)
+    arguments = [*given, *[attribute(model, name).detach() for name in segment.parameters]]
+    plan = schedule.plan(Case(segment, arguments, True, x.dtype, last=True))
+    y, *saved = schedule.forward(plan, arguments)
+    dy = torch.randn_like(y)
+    found = schedule.backward(plan, dy, arguments, saved, [True] * len(arguments))
+    leaves = [x.requires_grad_(), other.requires_grad_(), *model.norm.parameters()]
+    wanted = model.behind(x, other)
+    assert library.is_channels_last(y) and bool(plan.turns_y) != other_is_last == plan.last
+    torch.testing.assert_close(y, wanted.detach())
+    for ours, eager in zip(
+        [g for g in found if g is not None], torch.autograd.grad(wanted, leaves, dy), strict=True
+    ):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_y_alone_is_told(in_front):
+    """With the bytes of each pass, of which none copies x."""
+    model, x = InFront("norm", 128), torch.empty(8, 128, 128, 128, device="meta")
+    words = schedule.describe(Case(*OfInFront.asked(model, x)[:2], True, x.dtype, last=True))
+    assert words.startswith("x as it is, y channels last for what follows, then sums (reads 67.1 MB")
+    assert re.findall(r"(\w+) \(reads (67|13\d|20\d)\.\d MB", words) == [
+        ("sums", "67"),
+        ("y", "67"),
+        ("sums", "134"),
+    ]
+    assert re.findall(r"(\w+) \([^)]*, writes 67\.1 MB", words) == ["y"]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_no_gradient_of_what_is_given(last, in_front):
+    """Then nothing is computed at positions for it."""
+    torch.manual_seed(0)
+    model, x, dy = InFront("norm", 16), torch.randn(2, 16, 7, 20), torch.randn(2, 16, 7, 20)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    run = OfInFront(model, x, dy)
+    assert run.plan.last == last
+    needs = [False, False, *[True] * (len(run.arguments) - 2)]
+    _, _, *found = schedule.backward(run.plan, dy, run.arguments, run.saved, needs)
+    wanted = [run.results[f"gradient of {name}"] for name in run.segment.parameters[1:]]
+    assert len(found) == 3 and all(map(torch.equal, found, wanted))
+    launch = schedule._back(run.plan, False, False, True, run.arguments).launch
+    made = dict(
+        zip(launch.made, launch.run(run.arguments, schedule._lying(dy, torch.channels_last), *run.saved))
+    )
+    assert not made["dz"].numel()
+
+
+def test_x_itself_in_planes(device):
+    """Without a convolution behind it, of x that stands anywhere: nothing is turned there or back."""
+    torch.manual_seed(0)
+    model, x = InFront("norm", 16), torch.randn(2 * 16 * 45 + 1)[1:].view(2, 16, 5, 9)
+    segment, arguments, _ = OfInFront.asked(model, x)
+    plan = schedule.plan(Case(segment.with_result(None, False, (), False), arguments, True, x.dtype))
+    assert x.data_ptr() % 16 and plan.convolve(*arguments[:2]).data_ptr() % 16 == 0
+    y, *saved = schedule.forward(plan, arguments)
+    dy = torch.randn(x.shape)
+    wanted = reference(model, x, dy, torch.float32)
+    dx = schedule.backward(plan, dy, arguments, saved, [True] * len(arguments))[0]
+    assert not plan.turns.launches
+    torch.testing.assert_close(y, wanted["output"])
+    torch.testing.assert_close(dx, wanted["gradient of x"], rtol=1e-4, atol=1e-5)
 
 
 class Gated(nn.Module):

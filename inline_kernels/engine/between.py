@@ -11,14 +11,14 @@ convolutions that read it at once, all in TF32 in eager; then v is computed in p
 of eager's are in TF32.
 
 What torch.cat joins of such results is a `Join`: with it goes a transposed convolution that nothing else reads. Its result is an OPERAND if all
-parts are, a transposed convolution's because it runs so only where eager's is in TF32 (joining.py).
+parts are, a transposed convolution's because it runs so only where eager's is in TF32 (joining.py). Of such results pools are ours, too (pooling.py).
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -89,9 +89,21 @@ def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
 
 def joins(captured: Captured, model: nn.Module, segments: Sequence[Segment]) -> dict[fx.Node, Join]:
     """By the calls of torch.cat for which they stand. segments: of `laid_out`."""
-    results = {each: told.result for each, told in zip(captured.segments, segments) if told.result}
+    results = _told(captured, segments)
     filters = {segment: _weight(model, captured, segment) for segment in results}
     return _joins(captured, filters, results, model)
+
+
+def lying_last(
+    nodes: Iterable[fx.Node], captured: Captured, model: nn.Module, segments: Sequence[Segment]
+) -> list[fx.Node]:
+    """Those that are made of results alone that are kept. segments: of `laid_out`."""
+    results = _told(captured, segments)
+    return [node for node in nodes if _lies_last(node, results, model)]
+
+
+def _told(captured: Captured, segments: Sequence[Segment]) -> dict[Segment, str]:
+    return {each: told.result for each, told in zip(captured.segments, segments) if told.result}
 
 
 def rounds(segment: Segment | Join, x: Tensor) -> bool:

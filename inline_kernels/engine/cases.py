@@ -62,6 +62,15 @@ class Case(NamedTuple):
         return self.last and self.segment.result in (between.OPERAND, between.KEPT)
 
     @property
+    def turns_y(self) -> bool:
+        """May passes turn y, and its gradient, on the way, where that stays channels last, but x, which is v, and all that is like it lie in planes?"""
+        if not (self.segment.conv.is_nothing and self.stays_last and self.dtype == self.x.dtype):
+            return False
+        alike = zip(self.segment.inputs, self.arguments)
+        alike = [self.x, *(t for leaf, t in alike if leaf.space.level and leaf.space.c)]
+        return self.x.shape[1] % 8 == 0 and all(t.is_contiguous() for t in alike)
+
+    @property
     def sizes(self) -> Sizes:
         return sizes_of(self.segment, self.x, self.weight)
 

@@ -23,48 +23,27 @@ from inline_kernels.loader.operators import check_memory
 from . import between, library, precision, support
 from .between import OPERAND, Join, Transposed
 from .cases import CTYPES
-from .chain import Place
 from .launching import ANYWHERE, Entry, Launch, new_of
 from .layouts import Turns
-from .part import building
+from .replacing import Replacement, are_plain, lie_last
 from .source import TRANSPOSE
-from .support import Keeping
 
-_DTYPES = torch.float32, torch.float16, torch.bfloat16
 _convolution_backward = torch.ops.aten.convolution_backward.default._op
 _OF_CONVOLUTION = {"forward": "dx", "dx": "forward", "dw": "dw"}  # what a transposed one's is
 
 
-def replaced(captured, model: nn.Module) -> set[str]:
-    """The transposed convolutions that joins may run."""
-    found = {node.target for node in captured.module.graph.nodes if node.op == "call_module"}
-    return {name for name in found if type(model.get_submodule(name)) is nn.ConvTranspose2d}
+def joiners(captured, model: nn.Module, segments: Sequence) -> dict[fx.Node, tuple[Joiner, list[fx.Node]]]:
+    """By the calls that they replace, with what they are given. segments: those that run."""
 
+    def given(node: fx.Node, join: Join) -> list[fx.Node]:
+        return [value.args[0] if t else value for t, value in zip(join.parts, node.args[0])]
 
-def joined(captured, model: nn.Module, segments: Sequence) -> tuple[fx.Graph, list[Place], list[Joiner]]:
-    """The captured graph with places for `Joiner`s, and these. segments: those that run."""
     found = between.joins(captured, model, segments)
-    graph, values, places, joiners = fx.Graph(), {}, [], []
-    for node in captured.module.graph.nodes:
-        if node not in found:
-            values[node] = graph.node_copy(node, values.__getitem__)
-            continue
-        join = found[node]
-        given = [value.args[0] if t else value for t, value in zip(join.parts, node.args[0])]
-        places.append(Place())
-        joiners.append(Joiner(join, model))
-        joiners[-1].guard_once(given)
-        values[node] = graph.call_function(places[-1], tuple(values[x] for x in given))
-    for node, join in found.items():
-        for value, t in zip(node.args[0], join.parts):
-            if t:
-                graph.erase_node(values[value])
-    return graph, places, joiners
+    return {node: (Joiner(join, model), given(node, join)) for node, join in found.items()}
 
 
-class Joiner(Keeping):
-    """A Join of one model: called with its parts, the x of a transposed convolution in the place of its result. What it decided in a situation it
-    keeps."""
+class Joiner(Replacement):
+    """A Join of one model: called with its parts, the x of a transposed convolution in the place of its result."""
 
     def __init__(self, join: Join, model: nn.Module):
         super().__init__()
@@ -75,34 +54,16 @@ class Joiner(Keeping):
             (table, "bias") for table, has in own if has
         ]
 
-    def request(self, dtype: torch.dtype) -> list[dict]:
-        """What inline_loader has to build for it, in a model whose first input is of that type."""
-        may_run = dtype in _DTYPES and (dtype != torch.float32 or library.allows_tf32())
-        return [_request(self.join, dtype)] if may_run else []
+    def source(self, dtype: torch.dtype) -> dict:
+        return _request(self.join, dtype)
 
-    def __call__(self, *given: Tensor) -> Tensor:
-        tensors = (*given, *[table[last] for table, last in self.sources])
-        situation, epoch = self.situation(tensors), self.epoch
-        if situation is None:
-            return self._decided(tensors)(*tensors)
-        if not situation.decided:
-            situation.run, situation.decided = self._decided(tensors), True
-            if epoch == self.epoch:
-                self.keep(situation)
-        return situation.run(*tensors)
+    def fits(self, tensors: tuple[Tensor, ...]) -> bool:
+        return _fits(self.join, tensors)
 
-    def _decided(self, tensors: tuple[Tensor, ...]) -> Callable:
-        """What runs for such tensors."""
-        if not _fits(self.join, tensors):
-            return self._eager
-        check_memory(*tensors)
-        needs_gradient = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
-        operator = _operator(_nameless(self.join))
-        with building(tensors[0].device.type) as built:
-            plan = operator.plan(tensors, saving=needs_gradient)
-        return operator.bound(plan, (), needs_gradient) if built else self._eager
+    def operator(self) -> loader_operators.Operator:
+        return _operator(_nameless(self.join))
 
-    def _eager(self, *tensors: Tensor) -> Tensor:
+    def eager(self, *tensors: Tensor) -> Tensor:
         given = tensors[: len(self.modules)]
         if given[0].dtype != torch.float32:
             return torch.cat([t if m is None else m(t) for m, t in zip(self.modules, given)], 1)
@@ -138,15 +99,7 @@ def _settings(t: Transposed) -> tuple:
 
 def _fits(join: Join, a: Sequence[Tensor]) -> bool:
     x, *parts = a[: len(join.parts)]
-    if not all(type(t) in loader_operators.PLAIN and t.layout is torch.strided and not t.is_meta for t in a):
-        return False
-    if library.device_type(x) != "cuda" or support.autocast_dtype(x) or x.dtype not in _DTYPES:
-        return False
-    if any((t.device, t.dtype) != (x.device, x.dtype) or not t.numel() or support.odd("", t) for t in a):
-        return False
-    if not all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in (x, *parts)):
-        return False
-    if not any(map(library.is_channels_last, (x, *parts))):
+    if support.autocast_dtype(x) or not are_plain(a) or not lie_last((x, *parts)):
         return False
     if not all(weight.dim() == 4 and weight.is_contiguous() for _, _, weight, _ in _own(join, a)):
         return False
@@ -255,8 +208,7 @@ class Plan:
 
     def backward(self, dy: Tensor, a: Sequence[Tensor], needs: tuple[bool, ...]) -> list[Tensor | None]:
         check_memory(*a)  # which the library reads without a look
-        if not dy.is_contiguous(memory_format=torch.channels_last):
-            dy = dy.contiguous(memory_format=torch.channels_last)
+        dy = dy.contiguous(memory_format=torch.channels_last)
         if needs not in self.splits:
             self.splits[needs] = self._split(dy, needs)
         launch, places, biases = self.splits[needs]

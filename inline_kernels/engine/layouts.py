@@ -285,6 +285,8 @@ def convolving(plan, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], 
         return plan.own, None
     how, image = plan.convolution, image_of(plan, x, plan.runs)
     if not plan.runs:
+        if how.is_nothing:
+            return lambda x, weight: library.aligned(library.convolve(how, x, weight)), None
         behind = plan.turns.channels_last(_like_v(plan, x), False) if plan.last else itself
         return lambda x, weight: behind(library.convolve(how, image(x), weight)), None
     how, operands = operands_of(plan, x, weight, plan.runs)
@@ -310,8 +312,8 @@ def differentiating(
     """What gives of dz, x and the weight the gradients of x and the weight that are wanted, by the library in that layout; and how it turns the
     filters. Given turned ones as its fourth argument it leaves the weight's gradient as the library gives it. turned: does dz come channels last?"""
     how, image = plan.convolution, image_of(plan, x, layout)
-    in_planes = layout == PLANES and (not plan.last or between.rounds(plan.segment, x))
-    if in_planes and not how.is_nothing:
+    in_planes = not plan.last or between.rounds(plan.segment, x) and not how.is_nothing
+    if layout == PLANES and in_planes:
         of_dz = plan.turns.planes(_like_v(plan, x)) if turned else itself
         return lambda dz, x, weight: library.convolve_backward(how, of_dz(dz), image(x), weight, wanted), None
     how, operands = operands_of(plan, x, weight, layout or plan.runs)

@@ -95,7 +95,7 @@ class First:
     def plan(self, case: Case) -> SimpleNamespace:
         chosen = self._of(case)
         inner = chosen.plan(case)
-        return SimpleNamespace(schedule=chosen, inner=inner, last=getattr(inner, "last", False))
+        return SimpleNamespace(schedule=chosen, inner=inner, last=_gives_last(inner))
 
     def forward(self, plan: SimpleNamespace, arguments: Sequence) -> list[Tensor]:
         return plan.schedule.forward(plan.inner, arguments)
@@ -105,6 +105,11 @@ class First:
 
     def saved(self, case: Case) -> list:
         return self._of(case).saved(case)
+
+
+def _gives_last(plan: object) -> bool:
+    """Does a schedule's plan give y channels last?"""
+    return bool(getattr(plan, "last", False) or getattr(plan, "turns_y", False))
 
 
 @functools.cache
@@ -220,7 +225,7 @@ class SegmentOperator:
         case = self._case(a, saving, DTYPES[a.dtype], like)
         inner = self.schedule.plan(case)
         dx_format = library.result_format(a[0], a[self.inputs], True)
-        layout = Layout(like, case.last and getattr(inner, "last", False))
+        layout = Layout(like, case.last and _gives_last(inner))
         return SimpleNamespace(inner=inner, layout=layout, dx_format=dx_format)
 
     def backward(

@@ -62,7 +62,8 @@ class PassText:
         self.numbers: dict[str, str] = {}
         self.scalar = False  # is it of single positions?
         self.spreads = False  # … do positions have values of the windows that hold them?
-        self.reads_v = self.writes_dz = False
+        self.reads_v = False
+        self.turns = False  # has it at its points what the program `turns`?
         self.made: set[Key] = set()  # arrays of this pass
         self.lazy: set[Node] = set()  # gates behind which alone something is drawn
 
@@ -199,6 +200,9 @@ class PassText:
                 return f"load::of({name}, {at})"
             text = f"{name}[{at}]"
             return f"{self.real(scope)}({text})" if array.kind not in ("index", "byte") else text
+        if array.name == self.program.turns:
+            self.turns = True
+            return f"{scope.at}.turned({name})"
         if array.space.c or (scope.kind == "point" and scope.c == "0"):
             text = f"{scope.at}.read({name})"
         else:
@@ -217,6 +221,7 @@ class PassText:
         name, kind = node.attr
         if kind == "z":
             self.reads_v = True
+            self.turns |= self.program.turns == "v"
             return f"{scope.at}.v()", "conv"
         if kind == "scalar":
             self.number(identifier(name), "real")

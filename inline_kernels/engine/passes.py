@@ -136,15 +136,15 @@ class Program:
     """The passes that compute `roots`, given arrays of some nodes.
 
     `passes`; `arrays` by Key, that these write; `kept`: the small ones that forward leaves for backward. few_channels: may a byte count channels? joins: on a GPU; on_cpu: points are vectors.
-    turns: may the convolution run channels last? operand: the array that the next convolution reads, or "". By source.py: `texts` of the passes, and the numbers of those that then read v, or write
-    its gradient, so (`turned`); does a CPU make v in strips (`convolves`); of those that it has in strips (`in_strips`,
+    turns: the array that may lie channels last alone, v or its gradient, or y or its gradient; or "". operand: the array that the next convolution reads, or "". By source.py: `texts` of the passes,
+    and the numbers of those that then read or write it so (`turned`); does a CPU make v in strips (`convolves`); of those that it has in strips (`in_strips`,
     `differentiated`, by whose sums: `differentiated_by`), and of the one that finds whether any gradient passes, with that gradient (`closes`)."""
 
     kept: Sequence[Array] = ()
     gate: tuple[Node, Array] | None = (
         None  # a gradient, and of planes the number of positions where it isn't zero
     )
-    turns = False
+    turns = ""
     operand = ""
     turned: Sequence[int] = ()
     in_strips: Sequence[int] = ()

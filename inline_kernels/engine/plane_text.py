@@ -59,8 +59,9 @@ class PlaneText(PassText):
                         last = Scope("channels", "e", each.level, "e.n", "e.c", [], point)
                     last.lines.append(f"e.write({to}, {self._broadcast(node, last)});")
                 else:
-                    self.writes_dz |= array.name == "dz"
-                    write = "write_v" if self.program.turns and array.name == "dz" else "write"
+                    turns = array.name == self.program.turns
+                    self.turns |= turns
+                    write = "write_turned" if turns else "write"
                     write = "write_operand" if array.name == self.program.operand else write
                     point.lines.append(f"at.{write}({to}, {self._broadcast(node, point)});")
                 continue

@@ -43,12 +43,14 @@ class Kind(NamedTuple):
     exact_order: bool
     own: source.Own
     operand: bool = False  # is y the next convolution's?
+    turns_y: bool = False  # as Case has it
 
 
 def kind_for(case: Case) -> Kind:
     own = strips.own(case.segment.conv, case.x, case.weight) if case.device == "cpu" else source.Own()
     few = bool(case.weight.shape[0] <= 256)  # of a compiler's sizes, too, a key
-    return Kind(case.device, case.saving, few, case.exact_order, own, case.segment.result == between.OPERAND)
+    operand = case.segment.result == between.OPERAND
+    return Kind(case.device, case.saving, few, case.exact_order, own, operand, case.turns_y)
 
 
 def composed_of(segment, kind: Kind) -> Composed:
@@ -95,15 +97,23 @@ def _compose(segment, kind: Kind) -> Composed:
         saved = [*[array for array in saved if array not in small], naming.KEPT]
     turns = kind.device == "cuda"
     if turns and not segment.conv.is_nothing:
-        ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes
+        ahead.turns = "" if any(array.name == "v" for array in saved) else "v"  # backward finds it in planes
         if back:
-            back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
+            back.turns = _turned_gradient(gradients)
+    if kind.turns_y and y.space == ELEMENTS:
+        ahead.turns = "y"
+        if back:
+            back.turns = "dy"
     names, back_names = names_of(segment, ahead), back and names_of(segment, back)
     programs = {"forward": ahead} | ({"backward": back} if back else {})
     text = source.compose(
         programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns, kind.own
     )
     return Composed(text, ahead, names, back, back_names, saved, gradients, kind.own)
+
+
+def _turned_gradient(gradients: dict[Node, Root | None]) -> str:
+    return "dz" if [root and root.name for root in gradients.values()].count("dz") == 1 else ""
 
 
 def running_statistics(segment, statistics: Sequence[Node]) -> list[Root]:
@@ -125,7 +135,7 @@ def differentiated(segment, y: Node, kind: Kind) -> Composed:
             graph, y, graph.leaf("z", ELEMENTS, "z"), kind, only_v=True
         )
         if turns := kind.device == "cuda":
-            back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
+            back.turns = _turned_gradient(gradients)
         names = names_of(segment, back)
         text = source.compose({"backward": back}, {"backward": names}, kind.device, segment.conv.name, turns)
         saved = [array for array, _ in saved]

@@ -55,11 +55,13 @@ class Plan:
     filters: layouts.Turning | None = None  # how it turns the latter first, which a chain does for it
     own: Callable | None = None  # the same, contiguous, in the library's place
     inside: Callable | None = None  # gives y of the arguments, in the place of all that (inside.py)
-    layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
+    layout: int = 0  # of what forward's passes turn, or backward's (`Program.turns`): kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     last: bool = False  # are all arrays of positions and channels channels last? Then so is y
+    turns_y: int = 0  # … or it alone, and its gradient, while x is in planes: in which layout
     launch: Launch | None = None
     in_place: bool = False
+    without_dz: bool = False  # does backward's pass for the gradient of v alone not run?
     results: Callable | None = None  # gives what forward returns, of what launch is given and makes
     backward: dict[tuple, Back] = field(default_factory=dict)  # by what is asked for
     turned: tuple | None = None  # of `_input_gradient`: the size of dx, and what is launched
@@ -83,11 +85,12 @@ class Plan:
     def given_lie(self) -> list[torch.memory_format]:
         """dy, and what forward saves."""
         last = library.CHANNELS_LAST[2 + self.segment.graph.dimensions]
+        of_y = _has_channels(self.segment.outputs[0].space)
         are_last = [
-            _has_channels(self.segment.outputs[0].space),
-            *[a.name == "v" for a in self.composed.saved],
+            bool(self.turns_y) or self.last and of_y,
+            *[self.last and a.name == "v" for a in self.composed.saved],
         ]
-        return [last if self.last and each else torch.contiguous_format for each in are_last]
+        return [last if each else torch.contiguous_format for each in are_last]
 
     @functools.cached_property
     def shape(self) -> list[int]:
@@ -114,11 +117,23 @@ def _build(case: Case) -> dict:
 def _is_last(case: Case, composed: Composed) -> bool:
     """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both?"""
     y = case.segment.outputs[0].space
-    if not (case.last if _has_channels(y) else case.convolves_last):
+    if not (case.last if _has_channels(y) else case.convolves_last) or _turns_y(case, composed):
         return False
-    programs = [program for program in (composed.forward, composed.backward) if program]
-    leaves = [leaf.space for program in programs for leaf in program.leaves()]
-    return not any(_has_channels(space) and not space.n for space in leaves)
+    return all(map(_can_lie_last, _programs(composed)))
+
+
+def _turns_y(case: Case, composed: Composed) -> bool:
+    """Is it y alone, and its gradient?"""
+    return case.turns_y and all(each.turned and _can_lie_last(each) for each in _programs(composed))
+
+
+def _programs(composed: Composed) -> list[Program]:
+    return [program for program in (composed.forward, composed.backward) if program]
+
+
+def _can_lie_last(program: Program) -> bool:
+    """Does all that has positions and channels come for each sample?"""
+    return not any(_has_channels(leaf.space) and not leaf.space.n for leaf in program.leaves())
 
 
 def _has_channels(space: Space) -> bool:
@@ -151,8 +166,15 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
     return found
 
 
-def _set_layout(plan: Plan, case: Case, own: bool) -> None:
+def _lay_out(plan: Plan, case: Case) -> None:
     plan.last = _is_last(case, plan.composed)
+    if _turns_y(case, plan.composed):
+        rounds = between.rounds(case.segment, case.x) and case.segment.result == between.OPERAND
+        plan.layout = plan.turns_y = FOR_TF32 if rounds else TURNED
+
+
+def _set_layout(plan: Plan, case: Case, own: bool) -> None:
+    _lay_out(plan, case)
     plan.runs = PLANES if own else layouts.fastest(case.segment, case.x, case.weight, "forward")
     if plan.last:
         plan.runs = TURNED
@@ -162,9 +184,9 @@ def _set_layout(plan: Plan, case: Case, own: bool) -> None:
 
 
 def _turned(plan: Plan, program: Program, layout: int) -> int:
-    """The layout in which a program's passes have the convolution's side, where the library has it in that."""
-    if plan.last:
-        return TURNED
+    """The layout in which a program's passes have what they turn, where the library has the convolution's side in that."""
+    if plan.last or plan.turns_y:
+        return plan.turns_y or TURNED
     return layout if program.turned and plan.sizes.C % 8 == 0 else PLANES
 
 
@@ -263,29 +285,44 @@ def _launcher(plan: Plan, program: Program) -> str:
 def _parts(plan: Plan, program: Program, number: int) -> int:
     """Blocks that share a plane: of a few packs a thread on a GPU, or of a tile; strips that fill a core's cache on a CPU."""
     each, divided = program.passes[number], plan.strips.get(_launcher(plan, program))
+    if plan.without_dz and _makes_dz_alone(program, number):
+        return 0
     if divided and (number in program.in_strips or number == program.differentiated):
         return divided.parts
     positions = plan.sizes.positions(each.level)
     pack = 8 if plan.value_dtype.itemsize == 2 else 4  # planes.cuh's kPack
     turned = plan.layout and number in program.turned
+    sums = any(key.what != "value" for key in each.targets)
     if plan.last or turned and source.sums_alone(program, number):  # LastPlane's, or LastRows'
-        sums = any(key.what != "value" for key in each.targets)
         packs = -(-plan.sizes.C // (4 if sums else pack))
         lanes = _lanes_across(packs)
         most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
         if sums:  # a lane has eight positions, of which it reads four at once
             planes = plan.sizes.N * side_by_side
-            parts = _shares(-(-most // 8), planes)
-            suffice = planes * _FEW_PARTS >= _BLOCKS or parts <= 2 * _FEW_PARTS
-            return min(parts, _FEW_PARTS) if suffice else parts
+            return _few(_shares(-(-most // 8), planes), planes)
         return max(_shares(most, plan.sizes.N * side_by_side), most // 4)
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
         side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
-        return most if plan.layout == UNITS else _shares(most, side_by_side)
+        parts = most if plan.layout == UNITS else _shares(most, side_by_side)
+        return _few(parts, side_by_side) if sums and plan.turns_y else parts
     if plan.device == "cpu":
         return positions // (1 << 16 if not each.by_sample else 1 << 12) + 1
     return positions // (1024 if each.by_sample else 4096) + 1
+
+
+def _makes_dz_alone(program: Program, number: int) -> bool:
+    return [program.arrays[key].name for key in program.passes[number].targets] == ["dz"]
+
+
+def _needs_no_dz(plan: Plan) -> bool:
+    """Where x, which is v, has no gradient: does a pass make that alone, and for nobody else?"""
+    program, roots = plan.composed.backward, [root for root in plan.composed.gradients.values() if root]
+    if plan.device != "cuda" or not plan.segment.conv.is_nothing:
+        return False
+    touching = [i for i, text in enumerate(program.texts) if "dz" in text.pointers]
+    own = [_makes_dz_alone(program, i) for i in touching]
+    return own == [True] and [root.name for root in roots].count("dz") == 1
 
 
 def _lanes_across(packs: int) -> int:
@@ -298,6 +335,12 @@ def _lanes_across(packs: int) -> int:
 def _shares(most: int, planes: int) -> int:
     """Blocks that share planes, of which they take some side by side: so many that a GPU has work for each of its blocks a few times."""
     return max(1, min(most, -(-2048 // planes)))
+
+
+def _few(parts: int, planes: int) -> int:
+    """As many as need no merging, where those are blocks enough."""
+    suffice = planes * _FEW_PARTS >= _BLOCKS or parts <= 2 * _FEW_PARTS
+    return min(parts, _FEW_PARTS) if suffice else parts
 
 
 # ---------------------------------------------------------------------------------------------------- arrays and launches
@@ -366,11 +409,10 @@ def launch_of(
 
 def _lies_last(plan: Plan, program: Program, array: Array, comes_in: bool) -> bool:
     """Is it a tensor that lies channels last? What is kept for backward, which nobody else sees, is none."""
-    turned = plan.layout in (TURNED, FOR_TF32)
-    if array.name == "v":  # which backward finds in planes
-        return plan.last or turned and program is plan.composed.forward
-    if array.name == "dz":
-        return plan.last or turned
+    if array.name == program.turns and plan.layout in (TURNED, FOR_TF32):
+        return True
+    if array.name in ("v", "dz"):
+        return plan.last
     known = comes_in or array.name in ("y", "dy") or array.name.startswith("d_")
     return known and plan.last and _has_channels(array.space)
 
@@ -510,13 +552,16 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         shapes["dweight"] = weight.shape if own else (0,)
         if not any(of_library) and not dx:
             shapes.setdefault("dz", (0,))
-    side = replace(plan, layout=_turned(plan, program, layout))
+    without_dz = not dx and _needs_no_dz(plan)
+    if without_dz:
+        shapes["dz"] = (0,)
+    side = replace(plan, layout=_turned(plan, program, layout), without_dz=without_dz)
     launch = launch_of(
         side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
     )
     given_by_library, filters = None, None
     if any(of_library):
-        last = bool(side.last or side.layout)
+        last = side.last or bool(side.layout) and program.turns == "dz"
         given_by_library, filters = layouts.differentiating(plan, x, weight, of_library, layout, last)
     place = {name: i for i, name in enumerate(launch.made)}
     found = [place[root.name] if root else None for root in map(roots.get, names)]
@@ -524,7 +569,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         launch,
         found,
         converted,
-        place["dz"] if roots["z"] else None,
+        place["dz"] if roots["z"] and not without_dz else None,
         place["dweight"] if own else None,
         place.get("passes"),
         given_by_library,
@@ -539,7 +584,7 @@ def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:
     program, roots = plan.composed.backward, plan.composed.gradients
     if plan.last or not (program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())):
         return None
-    in_units = bool(program.turned and program.turns)  # a pass of positions alone writes dz
+    in_units = program.turns == "dz" and bool(program.turned)  # a pass of positions alone writes dz
     return gradients.fastest(plan.segment, x, weight, dx, in_units)
 
 
@@ -561,7 +606,8 @@ def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
 def saved(case: Case) -> list[tuple[list[int], torch.dtype, torch.memory_format]]:
     """Shapes and dtypes of what forward saves, and how it lies."""
     found = Plan.of(case)
-    found.last, arrays = _is_last(case, found.composed), found.composed.saved
+    _lay_out(found, case)
+    arrays = found.composed.saved
     if any(a.parts is not None for a in arrays):
         _divide(found, case.arguments)
     shapes = [_shape(found, found.composed.forward, a) for a in arrays]
@@ -581,7 +627,8 @@ def describe(case: Case, own: str | None = None) -> str:
 def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     """The passes of backward where x has no gradient, and what our own kernels then do."""
     composed, way = plan.composed, _of_our_own(plan, x, weight, False)
-    plan = replace(plan, layout=UNITS) if way == gradients.PACKED else plan
+    layout = UNITS if way == gradients.PACKED else plan.turns_y
+    plan = replace(plan, layout=layout, without_dz=_needs_no_dz(plan))
     words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
     return words + (f", {gradients.in_words(way, plan.segment, x, weight)}" if way else "")
 
@@ -593,12 +640,15 @@ def _words(plan: Plan, own: str | None, backward: str) -> str:
     words = ["x as it is"] if plan.segment.conv.is_nothing else words
     words += [", channels last"] * bool(plan.runs)
     words += [" as y for what follows"] * bool(plan.last and plan.segment.result)
+    words += [", y channels last for what follows"] * bool(plan.turns_y)
     words += [", then ", passes_in_words(plan, composed.forward, composed.forward_names), backward]
     return "".join(words)
 
 
 def passes_in_words(plan: Plan, program: Program, names: naming.Names) -> str:
-    passes = [i for i, one in enumerate(program.passes) if isinstance(one, Planes)]
+    passes = [
+        i for i, one in enumerate(program.passes) if isinstance(one, Planes) and _parts(plan, program, i)
+    ]
     return ", ".join(_pass_words(plan, program, names, i) for i in passes) or "small values"
 
 

@@ -188,11 +188,10 @@ def size(array: Array) -> str:
 
 
 def _turned(program: Program) -> list[int]:
-    """The passes that can take the convolution's side channels last: all that write v's gradient, or else read v; or none."""
-    if not program.turns:
-        return []
-    gradient = any(root.name == "dz" for root in program.roots)
-    found = [i for i, text in enumerate(program.texts) if (text.writes_dz if gradient else text.reads_v)]
+    """The passes that can take what it `turns` channels last: all that read it, or the one that writes it; or none."""
+    found = [i for i, text in enumerate(program.texts) if text.turns]
+    if len(found) > 1 and program.turns in {array.name for array in program.arrays.values()}:
+        return []  # it is read again
     alone = [isinstance(each, Planes) and not each.by_sample and each.level == "e" for each in program.passes]
     return found if all(alone[i] and not program.texts[i].scalar for i in found) else []
 
@@ -252,15 +251,20 @@ def keeps_v(program: Program) -> bool:
 # ----------------------------------------------------------------------------------------------------------- its calls
 
 
+_TURNED = {"v": "planes_of_v", "dz": "planes_to_v", "y": "planes_to_y", "dy": "planes_of_dy"}
+
+
 def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
     calls = []
     for i, each in enumerate(program.passes):
         if isinstance(each, Planes):
             v, skeleton, layout = "v" if program.texts[i].reads_v else "nullptr", "planes", ""
             if i in program.turned:
-                skeleton, layout = "sums_of_v" if sums_alone(program, i) else "planes_of_v", ", layout"
-                if program.texts[i].writes_dz:
-                    skeleton, v = "planes_to_v", f"{v}, dz"
+                skeleton, layout = _TURNED[program.turns], ", layout"
+                if program.turns != "v":
+                    v = f"{v}, {program.turns}"
+                elif sums_alone(program, i):
+                    skeleton = "sums_of_v"
             if each.by_sample:
                 skeleton, v = "by_sample", f"C, {v}"
             calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")

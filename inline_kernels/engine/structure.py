@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import inline_loader
 
-from . import between, capture, chain, joining, layouts, support, timed
+from . import between, capture, chain, joining, layouts, pooling, replacing, support, timed
 from .code import Code, without_memory
 from .edited import Edit, the_same_launcher
 from .guards import Guards, SideEffects, recorded
@@ -35,7 +35,7 @@ class Structure:
         self.run = self.code = None
         self.parts: list[Part] = []
         self.chains: list[chain.Chain] = []
-        self.joiners: list[joining.Joiner] = []
+        self.replacements: list[replacing.Replacement] = []
         self.segments: Sequence = ()
         # Shared with the parts, from which there is no way here.
         self.asked, self.stale, self.counts = Asked(model), types.SimpleNamespace(is_so=False), Counts()
@@ -53,7 +53,7 @@ class Structure:
         numbers = {name for segment in segments for name in segment.scalars} - by_value
         replaced = {name for segment in segments for name in called(segment)}
         replaced |= captured.passed_by if captured else set()
-        replaced |= joining.replaced(captured, model) if segments else set()
+        replaced |= replacing.replaced(captured, model) if segments else set()
         self.guards = Guards(model, base, reads, replaced, numbers)
         self.built, self.arguments = not segments, []
         if segments:
@@ -74,11 +74,13 @@ class Structure:
         self.graph = fx.Graph()  # which has no way to modules, as the captured one has
         self.graph.output(self.graph.graph_copy(graph, {}))
         by_segment = dict(zip(self.segments, self.parts))
-        joined, joins, self.joiners = joining.joined(captured, model, laid_out)
-        chained, places, calls = chain.chained(joined, by_segment)
+        found = joining.joiners(captured, model, laid_out) | pooling.poolers(captured, model, laid_out)
+        self.replacements = [replacement for replacement, _ in found.values()]
+        placed, others = replacing.placed(graph, found)
+        chained, places, calls = chain.chained(placed, by_segment)
         self.chains = [call for call in calls if isinstance(call, chain.Chain)]
-        code = Code(chained, captured.constants, [*places, *joins])
-        self.run = code.function([*calls, *self.joiners])
+        code = Code(chained, captured.constants, [*places, *others])
+        self.run = code.function([*calls, *self.replacements])
         if sum(bool(part.counters) for part in self.parts) > 1 and not _may_look(graph, model):
             self.run = self.counts.around(self.run)
 
@@ -114,7 +116,7 @@ class Structure:
         return True
 
     def _forget(self) -> None:
-        for each in {*self.parts, *vars(self).get("plain", ()), *self.chains, *self.joiners}:
+        for each in {*self.parts, *vars(self).get("plain", ()), *self.chains, *self.replacements}:
             each.forget()
 
     def is_of(self, other: Structure) -> bool:
@@ -188,7 +190,7 @@ class Structure:
                 requests += [request for request in decision.requests if request not in requests]
         if requests and self.chains and self.kind[1].type == "cuda":
             requests.append(layouts.turning_request(self.kind[2]))
-        for each in self.joiners:
+        for each in self.replacements:
             requests += [request for request in each.request(self.kind[2]) if request not in requests]
         if requests:
             with building(self.kind[1].type):

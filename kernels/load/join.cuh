@@ -34,21 +34,6 @@ template <int kParts> struct Joined {
   JoinPart of[kParts];
 };
 
-// By intrinsic, because the compiler stores a struct member by member.
-template <int K> __device__ __forceinline__ void put(value_t* to, const Memory<value_t, K>& values) {
-  constexpr int kBytes = sizeof values;
-  using Few = std::conditional_t<kBytes == 4, unsigned, unsigned short>;
-  using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, Few>>;
-  __stcg(reinterpret_cast<Word*>(to), reinterpret_cast<const Word&>(values));
-}
-
-// f(K), for the greatest power of two up to K that `width` is.
-template <int K, class F> __device__ __forceinline__ void with_width(unsigned width, const F& f) {
-  if constexpr (K == 1) f(std::integral_constant<int, 1>());
-  else if (width == K) f(std::integral_constant<int, K>());
-  else with_width<K / 2>(width, f);
-}
-
 // A thread's share of a part's rows: f(k, where they stand in the part, where in `joined`) of some rows at a time, and then g(k, likewise).
 template <int K, int kParts> struct JoinRows {
   const Joined<kParts>& all;

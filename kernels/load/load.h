@@ -11,8 +11,8 @@
 //   Block   index; each(count, f) with lanes: sum(count, f), merge(moments, count), write(p, x)
 // and on a GPU of(p, i), a small array's value of a channel or, channels last, of neighbours, as a plane and a point then have in the place of c;
 // of a point largest_channel(), smallest_channel() and channel_zero() to begin with, and all(of those): what lanes that share channels have made
-// of them together; of a block, each_channel(C, f), of those that are its share; of a point, write_v(p, x), of v's gradient, write_operand(p, x), of
-// what is convolved next; of a plane rest(pool, fine, f), of positions in no window.
+// of them together; of a block, each_channel(C, f), of those that are its share; of a point, turned(p) and write_turned(p, x), of the array that may
+// lie channels last alone, write_operand(p, x), of what is convolved next, mostly that array, too; of a plane rest(pool, fine, f), of positions in no window.
 #pragma once
 #include "core/numerics.h"
 #include "core/philox.h"

@@ -33,6 +33,21 @@ constexpr int kPack = sizeof(value_t) == 2 ? 8 : 4;
 template <class E, int K> struct alignas(sizeof(E) * K < 16 ? sizeof(E) * K : 16) Memory {
   E at[K];
 };
+// Stores by intrinsic, because the compiler stores a struct member by member.
+template <class E, int K> __device__ __forceinline__ void put(E* to, const Memory<E, K>& values) {
+  constexpr int kBytes = sizeof values;
+  using Few = std::conditional_t<kBytes == 4, unsigned, std::conditional_t<kBytes == 2, unsigned short, unsigned char>>;
+  using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, Few>>;
+  __stcg(reinterpret_cast<Word*>(to), reinterpret_cast<const Word&>(values));
+}
+
+// f(K), for the greatest power of two up to K that `width` is.
+template <int K, class F> __device__ __forceinline__ void with_width(unsigned width, const F& f) {
+  if constexpr (K == 1) f(std::integral_constant<int, 1>());
+  else if (width == K) f(std::integral_constant<int, K>());
+  else with_width<K / 2>(width, f);
+}
+
 // The type in which a pass computes with an array's elements.
 template <class E> using computed = std::conditional_t<std::is_integral_v<E>, int, real>;
 
@@ -109,7 +124,9 @@ template <int K, bool across = false> struct Point {
     if constexpr (ROUNDS_Y) write_nearest(to, x);
     else write(to, x);
   }
-  template <class X> __device__ __forceinline__ void write_v(value_t* to, const X& x) const {
+  // An array that lies as all others here: v's gradient, or y and its gradient.
+  template <class E> __device__ __forceinline__ auto turned(const E* from) const { return read(from); }
+  template <class E, class X> __device__ __forceinline__ void write_turned(E* to, const X& x) const {
     if constexpr (ROUNDS_DZ) write_nearest(to, x);
     else write(to, x);
   }

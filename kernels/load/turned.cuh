@@ -1,5 +1,5 @@
-// The convolution's side channels last, v or its gradient (N, S, C), while all other arrays are (N, C, S): there a GPU's library is
-// fastest where it runs on tensor cores.
+// One array channels last (N, S, C), while all others are (N, C, S). It is on the side of a convolution, which a GPU's library runs fastest so
+// where it runs on tensor cores: v or its gradient behind one, y or its gradient in front of one.
 //
 // A block turns tiles of positions and channels through shared memory, one after the other: all that are its part of some planes. A warp
 // takes a channel of a tile after the other, kPack neighbouring positions a lane, or, in planes of odd sizes, one. C is a multiple of
@@ -16,8 +16,8 @@ namespace load {
 // Arrays' layouts, as launchers are told.
 enum Layout : int64_t {
   kPlanes,    // all (N, C, S)
-  kTurned,    // the convolution's side (N, S, C)
-  kForTf32,   // … and its operands rounded to TF32, by nearest_tf32
+  kTurned,    // one, on a convolution's side, (N, S, C)
+  kForTf32,   // … and that convolution's operands rounded to TF32, by nearest_tf32
   kUnits,     // the gradient of v in units, see load/units.cuh
 };
 
@@ -95,28 +95,38 @@ struct Tile {
   }
 };
 
-template <int K, bool kReads> struct TurnedPoint : Point<K> {
+// Which array is the tile's.
+enum class Tiled { kV, kRead, kWritten };
+
+template <int K, Tiled tiled> struct TurnedPoint : Point<K> {
   value_t* tile;
   int row, column;  // of the tile; row: a multiple of K
   __device__ __forceinline__ typename Point<K>::T v() const {
-    if constexpr (!kReads) {
-      return Point<K>::v();
-    } else {
-      const Memory<value_t, K> values = neighbours<K>(tile, row, column);
-      if constexpr (K == 1) return real(values.at[0]);
-      else return lanes<K>([&](int i) { return real(values.at[i]); });
-    }
+    if constexpr (tiled == Tiled::kV) return of_tile();
+    else return Point<K>::v();
   }
-  template <class X> __device__ __forceinline__ void write_v(value_t*, const X& x) const {
+  __device__ __forceinline__ typename Point<K>::T turned(const value_t*) const { return of_tile(); }
+  template <class X> __device__ __forceinline__ void write_turned(value_t*, const X& x) const {
     Memory<value_t, K> values;
 #pragma unroll
     for (int i = 0; i < K; i++) values.at[i] = value_t(lane_of(x, i));
     neighbours<K>(tile, row, column) = values;
   }
+  template <class E, class X> __device__ __forceinline__ void write_operand(E* to, const X& x) const {
+    if constexpr (tiled == Tiled::kWritten) write_turned(to, x);
+    else Point<K>::write_operand(to, x);
+  }
+
+ private:
+  __device__ __forceinline__ typename Point<K>::T of_tile() const {
+    const Memory<value_t, K> values = neighbours<K>(tile, row, column);
+    if constexpr (K == 1) return real(values.at[0]);
+    else return lanes<K>([&](int i) { return real(values.at[i]); });
+  }
 };
 
-// A lane's share of a plane in a tile. kReads: v is the tile's, else its gradient.
-template <bool kReads> class TurnedPlane {
+// A lane's share of a plane in a tile.
+template <Tiled tiled> class TurnedPlane {
  public:
   const int64_t n, c;
   __device__ TurnedPlane(const Tile& tile, const value_t* values, unsigned parts, int column)
@@ -148,7 +158,7 @@ template <bool kReads> class TurnedPlane {
     else take(at, value);
   }
   __device__ __forceinline__ int64_t place() const { return (n * tile_.extent.C + c) * parts_ + tile_.part; }
-  template <int K> __device__ __forceinline__ TurnedPoint<K, kReads> point(int row) const {
+  template <int K> __device__ __forceinline__ TurnedPoint<K, tiled> point(int row) const {
     return {{tile_.extent, values_, n, c, tile_.extent.C, tile_.position + row, 0, true}, tile_.at, row, column_};
   }
   const Tile& tile_;
@@ -157,38 +167,39 @@ template <bool kReads> class TurnedPlane {
   const int column_;
 };
 
-// values: v, the tile's or in planes; gradient: where that of v goes.
-template <class Pass, bool kReads>
+// values: v in planes, where it is not the tile's. source, target: what is channels last.
+template <class Pass, Tiled tiled>
 __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
-turned_kernel(const Pass pass, const Extent extent, const value_t* values, value_t* gradient, unsigned parts,
+turned_kernel(const Pass pass, const Extent extent, const value_t* values, const value_t* source, value_t* target, unsigned parts,
               unsigned channel_tiles, bool for_tf32) {
+  constexpr bool kReads = tiled != Tiled::kWritten;
   await_previous_kernel();
   __shared__ __align__(16) value_t shared[kTilePositions * kTileChannels];
   const unsigned tiles = (unsigned(extent.positions()) + kTilePositions - 1) / kTilePositions;
 #pragma unroll 1
   for (unsigned number = 0; blockIdx.x / channel_tiles % parts + number * parts < tiles; number++) {
     const Tile tile(extent, shared, parts, channel_tiles, number);
-    if (kReads) tile.load(values);
+    if (kReads) tile.load(source);
     if (kReads || number) __syncthreads();  // the tile is there, or the one before is written
     for (int column = threadIdx.x / 32; column < kTileChannels && tile.channel + column < extent.C;
          column += kPlaneThreads / 32) {
-      TurnedPlane<kReads> plane(tile, values, parts, column);
+      TurnedPlane<tiled> plane(tile, values, parts, column);
       pass(plane);
     }
     __syncthreads();  // all channels are there, and nobody reads the tile any more
-    if (!kReads) tile.store(gradient, for_tf32);
+    if (!kReads) tile.store(target, for_tf32);
   }
 }
 
-template <bool kReads, class Pass>
-void turned(const Pass& pass, const Extent& extent, const value_t* values, value_t* gradient, int64_t parts, int64_t layout,
-            cudaStream_t stream) {
+template <Tiled tiled, class Pass>
+void turned(const Pass& pass, const Extent& extent, const value_t* values, const value_t* source, value_t* target, int64_t parts,
+            int64_t layout, cudaStream_t stream) {
   const int64_t tiles = (extent.C + kTileChannels - 1) / kTileChannels, blocks = extent.N * parts * tiles;
   if (kLast || layout == kPlanes) {
     planes(pass, extent, values, parts, stream);
   } else if constexpr (!kLast) {
     if (!blocks) return;
-    launch_early(turned_kernel<Pass, kReads>, blocks, kPlaneThreads, stream, pass, extent, values, gradient, unsigned(parts),
+    launch_early(turned_kernel<Pass, tiled>, blocks, kPlaneThreads, stream, pass, extent, values, source, target, unsigned(parts),
                  unsigned(tiles), layout == kForTf32);
   }
 }
@@ -205,14 +216,25 @@ void sums_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64_t
 // Passes that read v, and one that writes its gradient. Turned, a plane has at most as many parts as kTilePositions.
 template <class Pass>
 void planes_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64_t parts, int64_t layout, cudaStream_t stream) {
-  turned<true>(pass, extent, v, nullptr, parts, layout, stream);
+  turned<Tiled::kV>(pass, extent, v, v, nullptr, parts, layout, stream);
 }
 template <class Pass>
 void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts, int64_t layout,
                  cudaStream_t stream) {
   if constexpr (!kLast)
     if (layout == kUnits) return units(pass, extent, v, gradient, parts, stream);
-  turned<false>(pass, extent, v, gradient, parts, layout, stream);
+  turned<Tiled::kWritten>(pass, extent, v, nullptr, gradient, parts, layout, stream);
+}
+
+// In front of a convolution a pass that writes what that reads, and those that read its gradient.
+template <class Pass>
+void planes_to_y(const Pass& pass, const Extent& extent, const value_t* v, value_t* y, int64_t parts, int64_t layout, cudaStream_t stream) {
+  turned<Tiled::kWritten>(pass, extent, v, nullptr, y, parts, layout, stream);
+}
+template <class Pass>
+void planes_of_dy(const Pass& pass, const Extent& extent, const value_t* v, const value_t* dy, int64_t parts, int64_t layout,
+                  cudaStream_t stream) {
+  turned<Tiled::kRead>(pass, extent, v, dy, nullptr, parts, layout, stream);
 }
 
 // ------------------------------------------------------------------------------------------------- whole arrays, turned

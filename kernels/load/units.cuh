@@ -71,7 +71,7 @@ units_kernel(const Pass pass, const Extent extent, const value_t* values, uint4*
     const Tile tile(extent, shared, n, part, int(i % channel_tiles) * kTileChannels);
     for (int column = threadIdx.x / 32; column < kTileChannels && tile.channel + column < extent.C;
          column += kPlaneThreads / 32) {
-      TurnedPlane<false> plane(tile, values, parts, column);
+      TurnedPlane<Tiled::kWritten> plane(tile, values, parts, column);
       pass(plane);
     }
     __syncthreads();  // all channels are there
