@@ -402,6 +402,60 @@ def test_stream_of_volumes(filters, settings, dtype, device, monkeypatch):
         assert_rule(model, x.contiguous(memory_format=torch.channels_last_3d))
 
 
+@pytest.fixture
+def by_views(device, monkeypatch):  # noqa: F811
+    """stream takes views of patches wherever it can."""
+    device(900), only_through("stream", monkeypatch)
+    microseconds = choice.stream_views
+    monkeypatch.setattr(choice, "stream_views", lambda *given: None if microseconds(*given) is None else 0.0)
+
+
+@pytest.mark.parametrize(
+    "filters, size, settings, dtype",
+    [
+        ((40, 8, 3, 2, 3), (5, 4, 6), {}, torch.float16),
+        ((70, 40, 1, 2, 2), (5, 4, 6), {"padding": "same"}, torch.bfloat16),
+        ((24, 24, 3, 2), (7, 40), {"padding": (1, 2), "dilation": (1, 2)}, torch.float32),
+        ((80, 3, 3, 3), (9, 70), {}, torch.float32),
+    ],
+    ids=str,
+)
+def test_stream_by_views(filters, size, settings, dtype, by_views):
+    model = random_model(filters, TAILS["leaky, gelu"], **settings).to(dtype)
+    x = numerics.random_input((3, filters[1], *size), dtype=dtype)
+    assert_rule(model, x)
+    (request,) = direct.requests(Case(*given(model, x), False, x.dtype))
+    assert request["defines"]["FOLDED"] == choice.VIEWS
+
+
+def test_views_with_a_second_input(by_views):
+    """Which the tail reads where its result lies."""
+    model = random_model((24, 8, 3, 3), lambda m, v, other: F.relu(v + other) * m.by_channel)
+    assert_rule(model, numerics.random_input((2, 8, 9, 34)))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_what_views_have_room_for(last, device, by_views, monkeypatch):
+    """Python plans as the kernel does: the last size that it lets pass runs, and no larger one would."""
+    known = tiling.device_properties(0)._replace(shared=100 << 10)
+    monkeypatch.setattr(tiling, "device_properties", lambda *_: known)
+    walk = mainloops.Walk((1, 1), (0, 0), (0, 0), (1, 1))
+
+    def fits(columns: int) -> bool:
+        return choice.stream_views((1, 16, 4, columns), (24, 16, 3, 2), walk, False, known) is not None
+
+    columns = max(each for each in range(4, 2000) if fits(each)) + (not last)
+    model = random_model((24, 16, 3, 2), TAILS["leaky, gelu"])
+    x = numerics.random_input((1, 16, 4, columns))
+    monkeypatch.setattr(choice, "stream_views", lambda *_: 0.0)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
+    if last:
+        assert run(model, x).isfinite().all()
+        return
+    with pytest.raises(AssertionError, match="a patch of which shared memory has room"):
+        run(model, x)
+
+
 def test_stream_in_tf32(device, monkeypatch):
     device(900), only_through("stream", monkeypatch)
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
@@ -539,6 +593,11 @@ def test_backward(filters, size, name, device):
     torch.testing.assert_close(y.double(), result.detach(), rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours.double(), theirs.view_as(ours), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["v", "an input"])
+def test_backward_behind_views(name, device, by_views):
+    test_backward((40, 24, 2, 3, 2), (4, 5, 7), name, device)
 
 
 # -------------------------------------------------------------------------------------------------------- what is left to load

@@ -68,7 +68,17 @@ def stream(folder):  # noqa: F811
     """stream(x, weight, columns, settings, x is channels last, y is): what the kernel writes."""
 
     def run(
-        x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2, split=False, views=False, shared=227 << 10
+        x,
+        weight,
+        columns,
+        settings,
+        x_last=False,
+        y_last=False,
+        result=None,
+        lead=2,
+        split=False,
+        views=False,
+        shared=227 << 10,
     ):
         axes = "DHW"[5 - weight.dim() :]
         dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", *(f"KERNEL_{axis}" for axis in axes)), weight.shape))
@@ -145,7 +155,9 @@ VIEWS = [
 
 @pytest.mark.parametrize("y_last", [False, True])
 @pytest.mark.parametrize("case", range(len(VIEWS)))
-@pytest.mark.parametrize("dtype, split", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    "dtype, split", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
+)
 def test_views(dtype, split, case, y_last, stream):
     """Operands that are views of a patch; infinities and NaN stay where they are, those of weights, too."""
     filters, image, columns, settings = VIEWS[case]

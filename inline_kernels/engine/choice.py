@@ -89,6 +89,9 @@ STREAM_TILES = {
 STREAM_ROW = 0.003
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
+# By views of patches (kernels/conv/stream_views.cuh): of a tile, of each of its products, and of each of its channels out, whose stores take longer
+# where products are few; a tile takes the longer one (trials/views.json).
+VIEWS_START, VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL = 10, 0.1, 0.095, 0.053
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
@@ -100,6 +103,7 @@ LIBRARY_FLOAT32, LIBRARY_WINOGRAD = (
 )  # where TF32 isn't run: of any filter, and of 3 x 3 from 64 channels on
 # kernels/conv/wide.cuh's, that only writes v (benchmarks/results/trials/stored.json).
 WIDE_OPERATIONS = 650e6
+VIEWS, VIEWS_POSITIONS = 0, 128  # as `folded`; of a tile
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
 # The library's gradients of weights and of x, channels last (trials/convolution_layouts.json; of 16 bits not measured: nearly forward's, so
@@ -120,7 +124,7 @@ WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
 
 class Streamed(NamedTuple):
     """How kernels/conv/stream.cuh convolves. packs: is x packed first? split: are operands two float16? folded: taps of which a row of
-    operands has the pixels; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are pooled to
+    operands has the pixels, or 0: they are views, which takes so many microseconds; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are pooled to
     one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved; beside_wide: could kernels/conv/wide.cuh
     write v?"""
 
@@ -132,6 +136,7 @@ class Streamed(NamedTuple):
     passes: int = 1
     alone: bool = False
     beside_wide: bool = False
+    views: float = 0.0
 
 
 def stream_folded(filters: Sequence[int], dilation: int, packs: bool, split: bool) -> int:
@@ -139,6 +144,33 @@ def stream_folded(filters: Sequence[int], dilation: int, packs: bool, split: boo
     columns, channels = filters[-1], filters[1]
     fits = dilation == 1 and columns * _pixel(channels, split) <= 64 and (channels <= 8 or not split)
     return columns if packs and fits else 1
+
+
+def stream_views(image: Sequence[int], filters: Sequence[int], walk, split: bool, device) -> float | None:
+    """Microseconds of stream's products by views of patches (kernels/conv/stream_views.cuh), or None where it can't. walk: a mainloops.Walk."""
+    if {*walk.stride} != {1}:
+        return None
+    outputs, channels, *kernel = filters
+    taps = [(k - 1) * d for k, d in zip(kernel, walk.dilation)]
+    padded = [size + a + b for size, a, b in zip(image[2:], walk.before, walk.behind)]
+    lines, row = padded[-2:]
+    sample = math.prod(padded)
+    first = sum(each * pitch for each, pitch in zip(taps, (lines * row, row, 1)[-len(taps) :]))
+    positions = sample - first  # from the first result to the last, with what lies between
+    patch = VIEWS_POSITIONS + taps[-2] * row + taps[-1]
+    eights, of_plane = -(-channels // 8), math.prod(kernel[-2:])
+    pairs, left = (eights, eights) if split else (eights // 2, eights % 2)
+    products, units = pairs * of_plane + left * (-(-of_plane // 2)), eights * (1 + split)
+    products *= math.prod(kernel[:-2])
+    teams, staging = 3 if split else 4, 4 * 2560  # of a team
+    room = 512 + products * 2 * 64 * 16 + teams * (staging + -(-units * patch * 16 // 128) * 128)
+    counted = sample * units < 1 << 30 and image[0] * (sample + VIEWS_POSITIONS) < 1 << 31
+    if room > device.shared or not counted or (sample + VIEWS_POSITIONS) * max(row, lines) >= 1 << 32:
+        return None
+    blocks = -(-outputs // 64)
+    turns = -(-image[0] * -(-positions // VIEWS_POSITIONS) // max(device.multiprocessors // blocks, 1))
+    tile = max(VIEWS_TILE + VIEWS_PRODUCT * products, VIEWS_CHANNEL * min(outputs, 64))
+    return VIEWS_START + turns * tile / device.scale.clock
 
 
 def _pixel(channels: int, split: bool) -> int:
@@ -150,6 +182,8 @@ def stream_columns(
     filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
 ) -> tuple[int, float]:
     """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all of v. device: a tiling.Device."""
+    if how.folded == VIEWS:
+        return VIEWS_POSITIONS, how.views
     outputs, channels, *kernel = filters
     block = 128 if outputs > 64 else 64
     row, copies = _pixel(channels, how.split) * how.folded, math.prod(kernel) // how.folded

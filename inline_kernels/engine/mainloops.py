@@ -62,7 +62,7 @@ def walk_text(dimensions: int) -> str:
 
 class Job(NamedTuple):
     """What a mainloop is asked to do. dtypes: of the results; front: direct.py's, or sinks: those of each pass; positions: v's, in all samples;
-    settings: how its filter goes, or None where it is padded by more behind than before; dilation: of its columns; last: are results to lie channels
+    settings: how its filter goes, or None where it is padded by more behind than before, and walk, too; last: are results to lie channels
     last for the next convolution, and rounds: y be rounded to TF32?"""
 
     x: Tensor
@@ -72,7 +72,7 @@ class Job(NamedTuple):
     sinks: Sequence[Sequence]
     positions: int
     settings: precision.Settings | None
-    dilation: int
+    walk: Walk
     last: bool = False
     rounds: bool = False
 
@@ -99,7 +99,7 @@ def job_of(case: Case, dtypes: Sequence[torch.dtype], front=None, sinks: Sequenc
     settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
     positions = sizes.N * sizes.positions("e")
     rounds = case.stays_last and case.segment.result == between.OPERAND and case.x.dtype == torch.float32
-    how = settings, walk.dilation[-1], case.stays_last, rounds
+    how = settings, walk, case.stays_last, rounds
     return Job(case.x, case.weight, dtypes, front, sinks, positions, *how)
 
 
@@ -274,9 +274,17 @@ def takes_last(x: Tensor) -> bool:
 def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     """passes: of products, each in place of one over v."""
     packs, splits = not takes_last(job.x), stream_splits(job)
-    folded = choice.stream_folded(job.weight.shape, job.dilation, packs, splits)
+    sizes, device = (job.x.shape, job.weight.shape), tiling.device_properties(job.x.device.index)
+    folded = choice.stream_folded(job.weight.shape, job.walk.dilation[-1], packs, splits)
     how = choice.Streamed(packs, splits, folded, reduces, job.window, max(1, len(job.sinks)), job.is_alone)
-    return how._replace(beside_wide=not job.is_alone and _wide_stores(job))
+    how = how._replace(beside_wide=not job.is_alone and _wide_stores(job))
+    views = (
+        choice.stream_views(*sizes, job.walk, splits, device)
+        if packs and not (reduces or job.sinks)
+        else None
+    )
+    gathered = choice.stream_columns(job.weight.shape, job.positions, job.x.element_size(), device, how)[1]
+    return how if views is None or views >= gathered else how._replace(folded=choice.VIEWS, views=views)
 
 
 def _wide_stores(job: Job) -> bool:
