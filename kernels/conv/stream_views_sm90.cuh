@@ -196,7 +196,7 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
       if (kScaled) constants.set_exponent(-args.exponents[c] - Conv::sample_exponent(args.largest[where.n]));
       return constants;
     };
-    const auto low = constants_of(channel), high = constants_of(channel + (Conv::kSpreads ? 32 : 8));
+    const auto low = constants_of(channel), high = constants_of(channel + 8);
 #pragma unroll
     for (int first = 0; first < kTiles; first += kTilesAtOnce) {
       const store::Patch part{patch.position + first * 8, patch.columns - first * 8, patch.channel, patch.channels};
@@ -204,7 +204,7 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
       float results[kTilesAtOnce][4] = {};
 #pragma unroll
       for (int i = 0; i < kTilesAtOnce * 4; i++) {
-        if (Conv::kSpreads && i % 4 >= 2) continue;
+        if (Conv::kSpreads && i % 4 >= 2) continue;  // rows without a channel
         const auto& constants = i % 4 < 2 ? low : high;
         float v = sums[first + i / 4][i % 4];
         if constexpr (kScaled) v = v * constants.correction * constants.factor;
