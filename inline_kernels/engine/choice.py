@@ -124,7 +124,8 @@ WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
 
 class Streamed(NamedTuple):
     """How kernels/conv/stream.cuh convolves. packs: is x packed first? split: are operands two float16? folded: taps of which a row of
-    operands has the pixels, or 0: they are views, which takes so many microseconds; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are pooled to
+    operands has the pixels, or 0: they are views; views: the microseconds of those, of a result that is stored, if they
+    could be; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are pooled to
     one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved; beside_wide: could kernels/conv/wide.cuh
     write v?"""
 
@@ -136,7 +137,7 @@ class Streamed(NamedTuple):
     passes: int = 1
     alone: bool = False
     beside_wide: bool = False
-    views: float = 0.0
+    views: float | None = None
 
 
 def stream_folded(filters: Sequence[int], dilation: int, packs: bool, split: bool) -> int:
@@ -212,6 +213,9 @@ def stream_loses(
     x, weights, v = math.prod(image), math.prod(filters), positions * filters[0]
     bytes_a_time = PASS_BYTES * device.scale.memory
     ours = stream_columns(filters, positions, itemsize, device, how)[1] * how.passes
+    reading = how.passes * (PACKING_START + v * itemsize / bytes_a_time)
+    if how.folded != VIEWS and how.views is not None and how.views + reading < ours:
+        return "v by views of patches, and passes over it, take less time"
     launches = 1 + how.packs + 2 * (itemsize == 4)
     ours += (
         launches * PACKING_START + (weights + how.packs * x) * (itemsize + 2 + 2 * how.split) / bytes_a_time

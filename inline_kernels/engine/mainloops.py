@@ -278,13 +278,10 @@ def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     folded = choice.stream_folded(job.weight.shape, job.walk.dilation[-1], packs, splits)
     how = choice.Streamed(packs, splits, folded, reduces, job.window, max(1, len(job.sinks)), job.is_alone)
     how = how._replace(beside_wide=not job.is_alone and _wide_stores(job))
-    views = (
-        choice.stream_views(*sizes, job.walk, splits, device)
-        if packs and not (reduces or job.sinks)
-        else None
-    )
+    views = choice.stream_views(*sizes, job.walk, splits, device) if packs else None
     gathered = choice.stream_columns(job.weight.shape, job.positions, job.x.element_size(), device, how)[1]
-    return how if views is None or views >= gathered else how._replace(folded=choice.VIEWS, views=views)
+    stores = not (reduces or job.sinks) and views is not None and views < gathered
+    return how._replace(views=views, folded=choice.VIEWS if stores else folded)
 
 
 def _wide_stores(job: Job) -> bool:

@@ -82,6 +82,10 @@ struct Lattices : Lattice {
     const int depth = int(line * of_lines >> 32), height = line - depth * lines;
     return {n, (depth * OH + height) * OW + column, column < OW && height < OH && depth < OD};
   }
+  HOST_DEVICE int64_t among_all(int position) const {
+    const store::Place place = (*this)(position);
+    return place.real ? int64_t(n) * results() + place.s : -1;
+  }
 };
 
 // As pack_stream_weight_kernel: a block per output channel.

@@ -29,6 +29,7 @@ struct Flat {
     const int n = position / S;
     return {n, position - n * S, true};
   }
+  HOST_DEVICE int64_t among_all(int position) const { return position; }  // samples' results, or -1
 };
 
 template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
@@ -120,9 +121,9 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
         float4 four = *reinterpret_cast<const float4*>(staging + column * kPitch + lane % 4 * 4);
         if constexpr (kRounds)
           four = {nearest_tf32(four.x), nearest_tf32(four.y), nearest_tf32(four.z), nearest_tf32(four.w)};
-        const Place place = where(patch.position + first * 8 + column);
-        if (first * 8 + column >= patch.columns || own >= min(channels, patch.channel + patch.channels) || !place.real) continue;
-        T* const to = y + (int64_t(place.n) * where.results() + place.s) * channels + own;
+        const int64_t at = where.among_all(patch.position + first * 8 + column);
+        if (first * 8 + column >= patch.columns || own >= min(channels, patch.channel + patch.channels) || at < 0) continue;
+        T* const to = y + at * channels + own;
         const Four values{T(four.x), T(four.y), T(four.z), T(four.w)};
         if (whole) {
           *reinterpret_cast<Four*>(to) = values;
