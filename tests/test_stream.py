@@ -177,7 +177,7 @@ def test_views_in_little_memory(split, stream):
     """A team has one stage."""
     filters, image, columns, settings = VIEWS[3]
     x, weight = drawn(filters, image, torch.float32)
-    y = stream(x, weight, columns, settings, split=split, views=True, shared=(137 if split else 84) << 10)
+    y = stream(x, weight, columns, settings, split=split, views=True, shared=(118 if split else 84) << 10)
     assert_close(y, x, weight, settings, split)
 
 

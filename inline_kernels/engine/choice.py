@@ -163,7 +163,7 @@ def stream_views(image: Sequence[int], filters: Sequence[int], walk, split: bool
     pairs, left = (eights, eights) if split else (eights // 2, eights % 2)
     products, units = pairs * of_plane + left * (-(-of_plane // 2)), eights * (1 + split)
     products *= math.prod(kernel[:-2])
-    teams, staging = 3 if split else 4, 4 * 2560  # of a team
+    teams, staging = 2 if split else 4, 4 * 2560  # of a team
     room = 512 + products * 2 * 64 * 16 + teams * (staging + -(-units * patch * 16 // 128) * 128)
     counted = sample * units < 1 << 30 and image[0] * (sample + VIEWS_POSITIONS) < 1 << 31
     if room > device.shared or not counted or (sample + VIEWS_POSITIONS) * max(row, lines) >= 1 << 32:

@@ -28,9 +28,9 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
   using typename Conv::Filter, typename Conv::operand_t;
   static_assert(!Out::kReduces && !More::Out::kReduces, "results that are stored");
 
-  static constexpr int kTeams = kSplit ? 3 : 4, kThreads = kWarpgroup * (1 + kTeams);
+  static constexpr int kTeams = kSplit ? 2 : 4, kThreads = kWarpgroup * (1 + kTeams);
   // Together no more than a launch of so many threads gets: 65,536 shared out by eights.
-  static constexpr int kProducerRegisters = 24, kTeamRegisters = kSplit ? 160 : 112;
+  static constexpr int kProducerRegisters = 24, kTeamRegisters = kSplit ? 240 : 112;
   static_assert(kProducerRegisters + kTeams * kTeamRegisters <= (1 + kTeams) * (65536 / kThreads / 8 * 8), "or some wait for ever");
   static constexpr int kTiles = kTilePositions / 8;  // of 8 positions
   static constexpr int kTilesAtOnce = 4 * (Out::kPerWord > More::Out::kPerWord ? Out::kPerWord : More::Out::kPerWord);  // of tail and sink
@@ -125,13 +125,14 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
   template <int kFirst, int kLast>
   static __device__ __forceinline__ void multiply(float (&sums)[kTiles][4], uint32_t weights, uint32_t patch,
                                                   const Lattice& at, bool accumulate) {
+    int pixels = at.patch, down = at.taps[1], across = at.taps[2];
+    asm volatile("" : "+r"(pixels), "+r"(down), "+r"(across));  // else all addresses are kept from step to step
     begin_products();
 #pragma unroll
     for (int product = kFirst; product < kLast; product++) {
       const auto address = [&](int second) {
         const Term term = Conv::term(product, second);
-        const int tap = term.tap / Filter::kWidth * at.taps[1] + term.tap % Filter::kWidth * at.taps[2];
-        return (Conv::unit(term) * at.patch + tap) * 16;
+        return (Conv::unit(term) * pixels + term.tap / Filter::kWidth * down + term.tap % Filter::kWidth * across) * 16;
       };
       const int first = address(0);
       multiply_add<operand_t>(sums, describe(weights + product * (2 * kBlockChannels * 16), kBlockChannels * 16),
@@ -203,20 +204,27 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
       if (part.columns <= 0) break;
       float results[kTilesAtOnce][4] = {};
 #pragma unroll
-      for (int i = 0; i < kTilesAtOnce * 4; i++) {
-        if (Conv::kSpreads && i % 4 >= 2) continue;  // rows without a channel
-        const auto& constants = i % 4 < 2 ? low : high;
-        float v = sums[first + i / 4][i % 4];
-        if constexpr (kScaled) v = v * constants.correction * constants.factor;
-        if constexpr (reads_places<OfTail>) {
-          const int column = i / 4 * 8 + lane % 4 * 2 + i % 2, c = channel + i % 4 / 2 * 8;
-          const store::Place place = where(part.position + column);
-          if (column >= part.columns || !place.real || c >= kChannelsOut) continue;
-          const int64_t of = (int64_t(where.n) * kChannelsOut + c) * where.results() + place.s;
-          results[i / 4][i % 4] = tail_of(tail, v, constants.channel, of);
-        } else {
-          results[i / 4][i % 4] = tail_of(tail, v, constants.channel, 0);
+      for (int j = 0; j < kTilesAtOnce; j++) {
+        // Four values at a time: for what a tail keeps of more there is no room in registers.
+        float v[1][4], (&result)[1][4] = reinterpret_cast<float (&)[1][4]>(results[j]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[0][i] = sums[first + j][i];
+        hold(v);
+#pragma unroll
+        for (int i = 0; i < (Conv::kSpreads ? 2 : 4); i++) {  // other rows have no channel
+          const auto& constants = i < 2 ? low : high;
+          if constexpr (kScaled) v[0][i] = v[0][i] * constants.correction * constants.factor;
+          if constexpr (reads_places<OfTail>) {
+            const int column = j * 8 + lane % 4 * 2 + i % 2, c = channel + i / 2 * 8;
+            const store::Place place = where(part.position + column);
+            if (column >= part.columns || !place.real || c >= kChannelsOut) continue;
+            const int64_t of = (int64_t(where.n) * kChannelsOut + c) * where.results() + place.s;
+            result[0][i] = tail_of(tail, v[0][i], constants.channel, of);
+          } else {
+            result[0][i] = tail_of(tail, v[0][i], constants.channel, 0);
+          }
         }
+        hold(result);
       }
       to.store(staging, results, part, where, kChannelsOut);
     }

@@ -32,9 +32,10 @@ struct Pooling {
       : N(N), C(int(C)), H(int(H)), W(int(W)), rows(int(rows)), columns(int(columns)) {
     while (C % width || (uintptr_t(x) | uintptr_t(y)) % (width * sizeof(value_t)) || uintptr_t(places) % width) width /= 2;
   }
-  template <class... P, class... Given> void launch(void (*kernel)(P...), int64_t positions, cudaStream_t stream, const Given&... given) {
+  // Blocks of all samples, of so many positions each.
+  int64_t share(int64_t positions) {
     blocks = blocks_for(positions * (C / width), kPlaneThreads);
-    launch_early(kernel, N * blocks, kPlaneThreads, stream, given..., *this);
+    return N * blocks;
   }
   __device__ __forceinline__ int x(int row, int column) const { return (row * W + column) * C; }
   __device__ __forceinline__ int y(int row, int column) const { return (row * columns + column) * C; }
@@ -166,7 +167,8 @@ __global__ void __launch_bounds__(kPlaneThreads) pool_gradient_kernel(value_t* d
 template <class P>
 void pool(value_t* y, uint8_t* places, const value_t* x, int64_t N, int64_t C, int64_t H, int64_t W, int64_t rows, int64_t columns,
           cudaStream_t stream) {
-  Pooling(N, C, H, W, rows, columns, x, y, places).launch(pool_kernel<P>, rows * columns, stream, y, places, x);
+  Pooling all(N, C, H, W, rows, columns, x, y, places);
+  launch_early(pool_kernel<P>, all.share(rows * columns), kPlaneThreads, stream, y, places, x, all);
 }
 
 // Of elements in a step of the windows, or, where these are many, of one.
@@ -179,7 +181,8 @@ void pool_gradient(value_t* dx, const value_t* dy, const uint8_t* places, int64_
                    int64_t columns, cudaStream_t stream) {
   using S = Stepping<P>;
   const int64_t down = (H + P::Rows::kBefore + S::kHeight - 1) / S::kHeight, across = (W + P::Columns::kBefore + S::kWidth - 1) / S::kWidth;
-  Pooling(N, C, H, W, rows, columns, dx, dy, places).launch(pool_gradient_kernel<S>, down * across, stream, dx, dy, places);
+  Pooling all(N, C, H, W, rows, columns, dx, dy, places);
+  launch_early(pool_gradient_kernel<S>, all.share(down * across), kPlaneThreads, stream, dx, dy, places, all);
 }
 
 }  // namespace load

@@ -172,8 +172,8 @@ template <class Pass, Tiled tiled>
 __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
 turned_kernel(const Pass pass, const Extent extent, const value_t* values, const value_t* source, value_t* target, unsigned parts,
               unsigned channel_tiles, bool for_tf32) {
-  constexpr bool kReads = tiled != Tiled::kWritten;
   await_previous_kernel();
+  constexpr bool kReads = tiled != Tiled::kWritten;
   __shared__ __align__(16) value_t shared[kTilePositions * kTileChannels];
   const unsigned tiles = (unsigned(extent.positions()) + kTilePositions - 1) / kTilePositions;
 #pragma unroll 1
