@@ -68,7 +68,11 @@ def translated(text: str, replaced: tuple = ()) -> str:
     text = static.sub(r"static \1\2\3; emulation::shared_at_first(&\2, sizeof \2);", text)
     launch = re.compile(r"(\w+(?:<[\w, ]+>)?)<<<(.*?), stream>>>\((.*?)\);", re.S)
     text = launch.sub(r"emulation::launch(\2, [&] { \1(\3); });", text)
-    for word, other in (("#ifdef __CUDACC__", "#if 1"), ('#define EXPORT extern "C"', ""), ("inline __global__", "__global__")):
+    for word, other in (
+        ("#ifdef __CUDACC__", "#if 1"),
+        ('#define EXPORT extern "C"', ""),
+        ("inline __global__", "__global__"),
+    ):
         text = text.replace(word, other)
     return text.replace(*replaced) if replaced else text
 

@@ -34,9 +34,10 @@ def cells_of(path: Path) -> list:
     return nbformat.read(path, as_version=4).cells
 
 
-# Behind the cell that finds the sources: as few rounds and repeats as can be, and images of half the sides. No time is looked at here, and
+# Behind the cell that finds the sources: as few rounds, repeats and bytes as can be, and images of half the sides. No time is looked at here, and
 # what the judge finds in many is looked at in test_checks.py and test_judge.py.
-FEW_ROUNDS = """import dataclasses, models
+FEW_ROUNDS = """import dataclasses, models, walkthrough
+walkthrough.rate = lambda device, size, rate=walkthrough.rate: rate(device, size / 64)
 for name, each in models.PROBLEMS.items():
     shape = (*each.input_shape[:-2], *(extent // 2 for extent in each.input_shape[-2:]))
     models.PROBLEMS[name] = dataclasses.replace(each, input_shape=shape)
