@@ -755,11 +755,7 @@ def instructions(source: str, place: Path) -> Counter:
     assert done.returncode == 0, done.stderr[-2000:]
     text = re.sub(r"//.*|\b_Z\w+", "_", place.read_text())
     text = re.sub(r"\$L__BB\d+", "$", text)  # a label has its function's number
-    return Counter(
-        re.findall(
-            r"^\.(?:visible|func|weak|shared|global|const)[^;{]*(?:;|\{.*?^\})", text, flags=re.M | re.S
-        )
-    )
+    return Counter(re.split(r"^(?=\.(?:visible|weak|extern|func|global|shared|const)\b)", text, flags=re.M))
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
