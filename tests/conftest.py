@@ -92,16 +92,12 @@ def poisoned():
     torch.use_deterministic_algorithms(before)
 
 
-def optimise(monkeypatch) -> None:
-    if os.environ["CXX"].endswith("quick_g++"):
-        monkeypatch.setenv("CXX", f"{os.environ['CXX']} --as-users")
-
-
 @pytest.fixture(scope="module")
 def optimised():
     """Kernels are compiled as users have them."""
     with pytest.MonkeyPatch.context() as patch:
-        optimise(patch)
+        if os.environ["CXX"].endswith("quick_g++"):
+            patch.setenv("CXX", f"{os.environ['CXX']} --as-users")
         yield
 
 
