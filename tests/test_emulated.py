@@ -32,6 +32,7 @@ import numerics
 from inline_kernels.bench import checks, honesty
 from inline_kernels.engine import choice, composed, library, tiling
 from inline_kernels.engine.fuse import structure_of
+from inline_kernels.engine.source import TRANSPOSE
 from inline_kernels.loader import guarded as guarded_launches
 from inline_kernels.loader import launch as loader_launch
 from inline_kernels.loader import source as loader_source
@@ -67,7 +68,12 @@ def translated(text: str, replaced: tuple = ()) -> str:
     text = static.sub(r"static \1\2\3; emulation::shared_at_first(&\2, sizeof \2);", text)
     launch = re.compile(r"(\w+(?:<[\w, ]+>)?)<<<(.*?), stream>>>\((.*?)\);", re.S)
     text = launch.sub(r"emulation::launch(\2, [&] { \1(\3); });", text)
-    text = text.replace("#ifdef __CUDACC__", "#if 1").replace('#define EXPORT extern "C"', "")
+    for word, other in (
+        ("#ifdef __CUDACC__", "#if 1"),
+        ('#define EXPORT extern "C"', ""),
+        ("inline __global__", "__global__"),
+    ):
+        text = text.replace(word, other)
     return text.replace(*replaced) if replaced else text
 
 
@@ -88,6 +94,9 @@ EXPORT int64_t emulation_run(int index, const inline_loader::Argument* arguments
 """
 
 
+TURNING = {launcher.name for launcher in loader_source.parse_launchers(TRANSPOSE)}
+
+
 class Emulated:
     """The launchers of a source, as operators on CPU tensors. They raise AssertionError for a deadlock, an access that is not aligned,
     something written outside of tensors or scratch memory, or with the words of what a launcher throws."""
@@ -97,7 +106,9 @@ class Emulated:
         self.launchers = {launcher.name: launcher for launcher in loader_source.parse_launchers(source)}
 
     def __getattr__(self, name: str):
-        launcher, index = self.launchers[name], list(self.launchers).index(name)
+        launcher, turning = self.launchers[name], TURNING if self.library.turning else ()
+        library = self.library.turning() if name in turning else self.library
+        index = [each for each in self.launchers if (each in turning) == (name in turning)].index(name)
         formats = {"double": "d", "int64_t": "q", "bool": "?7x"}
         packed = struct.Struct(
             "".join("Q" if p.tensor else formats[p.ctype] for p in launcher.parameters) + "Q"
@@ -108,8 +119,8 @@ class Emulated:
             sizes = b"".join(
                 loader_launch._sizes([a] if torch.is_tensor(a) else []).ljust(72) for a in arguments
             )
-            result = self.library.emulation_run(index, packed.pack(*given, 0), sizes)
-            failure = self.library.emulation_failure()
+            result = library.emulation_run(index, packed.pack(*given, 0), sizes)
+            failure = library.emulation_failure()
             assert not failure, failure.decode()
             return result if launcher.asked else None
 
@@ -196,7 +207,14 @@ def precompile(architecture: int, headers: Path) -> None:
 def library_of(
     source: str, architecture: int, defines: dict, replaced: tuple, folder: Path, alone: bool = False
 ) -> ctypes.CDLL:
-    """A source's own, which may include what kernels/ has. alone: its functions are called by themselves, not by `Emulated`."""
+    """A source's own, which may include what kernels/ has. alone: its functions are called by themselves, not by `Emulated`.
+
+    What turns whole arrays stands in the engine's sources, and few tests call it: it is a library of its own, `turning`, made once it is called."""
+    turning, rest = None, source.replace(TRANSPOSE, "")
+    if rest != source and "EXPORT" in rest:
+        text = '#include "load/load.h"\n#include "load/turned.cuh"\n' + TRANSPOSE
+        turning = functools.partial(library_of, text, architecture, defines, replaced, folder)
+        source = rest
 
     def key(*parts) -> str:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -222,6 +240,7 @@ def library_of(
 
     name = key(source, architecture, sorted(defines.items()), replaced)
     library = ctypes.CDLL(str(once(folder / f"{name}.so", make)))
+    library.turning = turning
     library.emulation_failure.restype = ctypes.c_char_p
     if not alone:
         library.emulation_run.restype = ctypes.c_int64

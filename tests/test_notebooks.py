@@ -34,12 +34,24 @@ def cells_of(path: Path) -> list:
     return nbformat.read(path, as_version=4).cells
 
 
-# Behind the cell that finds the sources: as few rounds and repeats as can be. No time is looked at here, and what the judge finds
-# in many is looked at in test_checks.py and test_judge.py.
-FEW_ROUNDS = """from inline_kernels.bench import honesty, timing
+# Behind the cell that finds the sources: as few rounds, repeats and bytes as can be, and images of half the sides. No time is looked at here, and
+# what the judge finds in many is looked at in test_checks.py and test_judge.py.
+FEW_ROUNDS = """import dataclasses, models, walkthrough
+walkthrough.rate = lambda device, size, rate=walkthrough.rate: rate(device, size / 64)
+for name, each in models.PROBLEMS.items():
+    shape = (*each.input_shape[:-2], *(extent // 2 for extent in each.input_shape[-2:]))
+    models.PROBLEMS[name] = dataclasses.replace(each, input_shape=shape)
+from inline_kernels.bench import honesty, timing
 timing._timings = lambda calls, measure, seconds, timings=timing._timings: timings(calls, measure, 0.0)
 timing.IN_A_ROW, timing.JUDGED, timing.JUDGED_AT_LEAST, honesty.REPEATS = 1e-9, 1, 1, 2
 """
+# Sizes that a notebook says itself, for a CPU, and smaller ones.
+SMALLER = {
+    "else (1024, 1024)": "else (64, 1024)",
+    "else 4, 8, 128, 128)": "else 1, 8, 128, 128)",
+    "else (4, 32, 32)": "else (2, 32, 32)",
+    "else 2**24 * 4": "else 2**20 * 4",
+}
 
 # Kernels are forks of a process that has imported what every notebook does, which takes longer than half of their cells.
 KERNELS = """
@@ -102,6 +114,9 @@ def forked(server, monkeypatch):
 def run(path: Path, folder: Path) -> list:
     """The notebook's code cells after a run in `folder`."""
     notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        for size, smaller in SMALLER.items():
+            cell.source = cell.source.replace(size, smaller)
     notebook.cells.insert(2, nbformat.v4.new_code_cell(FEW_ROUNDS))
     resources = {"metadata": {"path": str(folder)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
