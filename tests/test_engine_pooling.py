@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -419,15 +420,18 @@ def test_kernels_on_a_gpu(name, dtype):
             )
         y, wanted = pooled(last.requires_grad_()), pooled.pool.eager(x.double())
         assert y.grad_fn.name().startswith("pool_")
-        exact = (
-            {"rtol": 0, "atol": 0}
-            if pooled.pool.is_largest
-            else {"rtol": EPSILON[dtype], "atol": 4 * EPSILON[dtype]}
-        )
-        torch.testing.assert_close(y.double(), wanted, equal_nan=True, **exact)
         dy = torch.randint(-3, 4, y.shape, device="cuda").to(dtype)
         (dx,) = torch.autograd.grad(y, last, dy)
-        torch.testing.assert_close(dx.double(), gradients(pooled.pool, x, dy), **exact)
+        of_dx = gradients(pooled.pool, x, dy)
+        if pooled.pool.is_largest:
+            torch.testing.assert_close(y.double(), wanted, equal_nan=True, rtol=0, atol=0)
+            torch.testing.assert_close(dx.double(), of_dx, rtol=0, atol=0)
+            continue
+        # Each of a window's sums rounds what there is so far, at most all magnitudes; then the result is rounded.
+        sums = math.prod(pooled.pool.kernel) * EPSILON[torch.float32] / 2
+        magnitudes = pooled.pool.eager(x.double().abs()), gradients(pooled.pool, x, dy.abs())
+        for found, exact, most in zip((y, dx), (wanted, of_dx), magnitudes):
+            assert ((found.double() - exact).abs() <= sums * most + EPSILON[dtype] * exact.abs()).all()
 
 
 @pytest.mark.gpu

@@ -89,13 +89,14 @@ STREAM_TILES = {
 STREAM_ROW = 0.003
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
-# By views of patches (kernels/conv/stream_views.cuh): of a tile, of each of its products, and of each of its channels out, whose stores take longer
-# where products are few; a tile takes the longer one (trials/views.json).
-VIEWS_START, VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL = 10, 0.1, 0.095, 0.053
+# By views of patches (kernels/conv/stream_views.cuh): of a tile, of each of its products, less where a team has two stages, and of each of its
+# channels out, whose stores take longer where products are few; a tile takes the longer one (trials/views.json).
+VIEWS_START, VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL = 10, 0.1, (0.1, 0.085), 0.053
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
-# Of volumes in TF32, for each channel in, and at most (benchmarks/results/fuse/2026-11-24-h200-forward.json: 31e6 and 43e6 with 8, 130e6 with 32).
+# Of volumes in TF32, for each channel in, and at most (benchmarks/results/fuse/2026-11-24-h200-forward.json: 31e6 and 43e6 with 8, 130e6 with 32);
+# of channels out it computes 32 at once (trials/views.json: 41e6 from 16 to 16).
 LIBRARY_VOLUMES, LIBRARY_VOLUMES_MOST = 4e6, 200e6
 LIBRARY_FLOAT32, LIBRARY_WINOGRAD = (
     41e6,
@@ -164,13 +165,17 @@ def stream_views(image: Sequence[int], filters: Sequence[int], walk, split: bool
     products, units = pairs * of_plane + left * (-(-of_plane // 2)), eights * (1 + split)
     products *= math.prod(kernel[:-2])
     teams, staging = 2 if split else 4, 4 * 2560  # of a team
-    room = 512 + products * 2 * 64 * 16 + teams * (staging + -(-units * patch * 16 // 128) * 128)
+    stages = teams * (-(-units * patch * 16 // 128) * 128)  # of each team one
+    room = 512 + products * 2 * 64 * 16 + teams * staging + stages
     counted = sample * units < 1 << 30 and image[0] * (sample + VIEWS_POSITIONS) < 1 << 31
     if room > device.shared or not counted or (sample + VIEWS_POSITIONS) * max(row, lines) >= 1 << 32:
         return None
     blocks = -(-outputs // 64)
     turns = -(-image[0] * -(-positions // VIEWS_POSITIONS) // max(device.multiprocessors // blocks, 1))
-    tile = max(VIEWS_TILE + VIEWS_PRODUCT * products, VIEWS_CHANNEL * min(outputs, 64))
+    tile = max(
+        VIEWS_TILE + VIEWS_PRODUCT[room + stages <= device.shared] * products,
+        VIEWS_CHANNEL * min(outputs, 64),
+    )
     return VIEWS_START + turns * tile / device.scale.clock
 
 
@@ -225,7 +230,7 @@ def stream_loses(
     if how.split:
         rate = LIBRARY_WINOGRAD if tuple(filters[2:]) == (3, 3) and filters[1] >= 64 else LIBRARY_FLOAT32
     elif len(filters) == 5 and itemsize == 4:
-        rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST)
+        rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST) * min(filters[0] / 32, 1)
     if how.beside_wide:
         rate = max(rate, WIDE_OPERATIONS / (3 if how.split else 1))
         ours += v / how.window * itemsize / bytes_a_time  # a tile's time is of what is small
