@@ -224,6 +224,24 @@ def test_what_is_pooled_and_has_no_error(layouts, monkeypatch):
     assert layouts == [False] * 3
 
 
+class Added(Chain):
+    """What is convolved is also added to that."""
+
+    def forward(self, x):
+        x = F.silu(self.first(x))
+        return F.silu(self.second(x) + x)
+
+
+def test_what_is_added_and_has_no_error(layouts, monkeypatch):
+    """Keeps all its digits."""
+    monkeypatch.setattr(precision, "runs_tf32", lambda x, weight, *given, **settings: weight.shape[1] > 3)
+    model, x = Added(padding=1), torch.randn(2, 3, 9, 10)
+    nn.init.zeros_(model.second.weight), nn.init.zeros_(model.second.bias)
+    with torch.no_grad():
+        torch.testing.assert_close(fuse(model)(x), model(x))
+    assert layouts == [False] * 2
+
+
 def test_what_has_no_error(layouts, monkeypatch):
     """The result of a convolution that eager runs in float32: of all digits, then rounded as the library would for a convolution that reads it at
     once. Gradients of the first are those of float32."""

@@ -802,6 +802,17 @@ def test_captured_again_when_something_changed(made):
             assert made() == (0, 0), place
 
 
+def test_a_hook_that_keeps_something_on_a_pool(made):
+    """Isn't a change of what runs."""
+    pool = nn.MaxPool2d(2)
+    pool.register_forward_hook(lambda module, inputs, y: setattr(module, "seen", y))
+    convolutions = [nn.Conv2d(4, 4, 3) for _ in range(2)]
+    fast = fuse(nn.Sequential(convolutions[0], nn.ReLU(), pool, convolutions[1], nn.ReLU()))
+    for _ in range(3):
+        fast(torch.randn(2, 4, 12, 13))
+    assert made()[0] == 1
+
+
 def test_train_and_eval_are_captured_apart_once(made):
     _, fast, x = pair(Residual, called=False)
     for _ in range(3):

@@ -156,6 +156,17 @@ def test_padding_stride_and_dilation(name, through):
     assert_rule(model, numerics.random_input((3, 24, 8, 9)))
 
 
+def test_passes_in_planes_get_v_so(through):
+    """As where another input has positions and channels, and no samples."""
+    through("stream")
+    model = model_of((40, 24, 3, 3), lambda m, v, other: F.relu(v + other.mean(0, keepdim=True)))
+    segment, arguments = given(model, numerics.random_input((2, 24, 5, 34)))
+    arguments[1] = arguments[1].mean(0, keepdim=True)
+    case = Case(segment.with_result(KEPT, False, (), True), arguments, False, torch.float32, last=True)
+    with pytest.raises(stored.Unsupported, match="passes read planes"):
+        stored.plan(case)
+
+
 def rounded(y: torch.Tensor) -> torch.Tensor:
     bits = y.contiguous().view(torch.int32)
     nearest = bits.add(0x1000).bitwise_and(~0x1FFF).view(torch.float32)

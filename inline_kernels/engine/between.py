@@ -81,7 +81,7 @@ def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
     def told(segment: Segment) -> Segment:
         of_operand = _is_operand(nodes[segment].args[0], found, model)
         readers, node = _readers(nodes[segment], filters), nodes[segment]
-        at_once = all(_convolves(user, node, filters) for user in node.users)
+        at_once = all(_convolves(user, node, filters) and user.args.count(node) == 1 for user in node.users)
         return segment.with_result(found[segment], of_operand, readers, at_once)
 
     return [*map(told, segments)]

@@ -134,7 +134,7 @@ class Pooler(Replacement):
         if not are_plain(tensors) or not lie_last(tensors):
             return False
         N, C, *size = x.shape
-        elements = C * math.prod(each + taps for each, taps in zip(size, self.pool.kernel))
+        elements = C * math.prod(map(sum, zip(size, self.pool.kernel, self.pool.padding)))
         if elements >= _MOST or N * (elements // 256 + 1) >= _MOST:
             return False
         try:

@@ -22,7 +22,10 @@ _MODULES = nn.ConvTranspose2d, nn.MaxPool2d, nn.AvgPool2d
 def replaced(captured, model: nn.Module) -> set[str]:
     """The modules whose calls may be replaced."""
     found = {node.target for node in captured.module.graph.nodes if node.op == "call_module"}
-    return {name for name in found if type(model.get_submodule(name)) in _MODULES}
+    modules = {name: model.get_submodule(name) for name in found}
+    return {
+        name for name, each in modules.items() if type(each) in _MODULES and not support.altered(name, each)
+    }
 
 
 def placed(

@@ -106,7 +106,7 @@ class Plan:
 def _build(case: Case) -> dict:
     name = "tail_" + naming.identifier(case.segment.conv.name)
     composed = composed_of(case.segment, kind_for(case))
-    layout = {"CHANNELS_LAST": "1"} if _is_last(case, composed) else {}
+    layout = {"CHANNELS_LAST": "1"} if is_last(case, composed) else {}
     if layout and between.rounds(case.segment, case.x):
         layout["ROUNDS_Y"] = "1"
         if case.saving and not case.segment.conv.is_nothing:
@@ -114,7 +114,7 @@ def _build(case: Case) -> dict:
     return {"name": name, "source": composed.text, "device": case.device, "defines": case.defines | layout}
 
 
-def _is_last(case: Case, composed: Composed) -> bool:
+def is_last(case: Case, composed: Composed) -> bool:
     """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both?"""
     y = case.segment.outputs[0].space
     if not (case.last if _has_channels(y) else case.convolves_last) or _turns_y(case, composed):
@@ -167,7 +167,7 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
 
 
 def _lay_out(plan: Plan, case: Case) -> None:
-    plan.last = _is_last(case, plan.composed)
+    plan.last = is_last(case, plan.composed)
     if _turns_y(case, plan.composed):
         rounds = between.rounds(case.segment, case.x) and case.segment.result == between.OPERAND
         plan.layout = plan.turns_y = FOR_TF32 if rounds else TURNED

@@ -46,6 +46,9 @@ def alone(case: Case) -> Case:
 
 def _convolving(case: Case):
     """The schedule that convolves. Raises Unsupported."""
+    segment = case.segment
+    if case.stays_last and not schedule.is_last(case, programs.composed_of(segment, programs.kind_for(case))):
+        raise Unsupported("v would lie channels last, and passes read planes")
     refused = []
     for by in _BY:
         try:

@@ -113,11 +113,9 @@ template <class Filter, bool kBesides> constexpr int stream_columns(int columns)
 // Warps' shares of a sample's positions, at most.
 inline int64_t stream_parts(int64_t positions, int columns) { return (positions + columns - 1) / columns + 1; }
 
-// x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest (N) becomes the bits of each
-// sample's largest magnitude, where operands are single its largest finite one. Where channels last values are
-// operands as they are, C is a multiple of 8. kFolded: taps of a row whose pixels are one row of operands, all of it
-// where columns are neighbours, or 1; or kViews. behind(Doubts) computes again what a float16 can't hold.
-constexpr int kViews = 0;
+constexpr int kViews = 0;  // as kFolded below
+
+// The same as `stream` below by views of patches: of x (N, C, (D,) H, W), to a sink that stores.
 template <class Filter, class Operands, int kSharedLimit, class Tail, class Out, class More, class Behind>
 void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk, const Tail& tail,
            const Out& out, const More& more, uint32_t* largest, cudaStream_t stream, const Behind& behind) {
@@ -134,17 +132,16 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
     padded[d] = at.extents[d] + walk.before[d] + walk.behind[d], results[d] = walked(walk, d, at.extents[d], taps[d]);
     expect(results[d] > 0, "an image that the filter fits into");
   }
+  const int64_t pixels = padded[0] * padded[1] * padded[2], last = pixels + Conv::kTilePositions;
+  expect(pixels * Conv::kUnits < (int64_t(1) << 30) && N * last < (int64_t(1) << 31) &&
+             last * max(padded[1], padded[2]) < (int64_t(1) << 32),
+         "sizes that are counted in int");
   const auto reciprocal = [](int64_t d) { return ((uint64_t(1) << 32) + d - 1) / d; };
   at.lines = int(padded[1]), at.of_row = reciprocal(padded[2]), at.of_lines = reciprocal(padded[1]);
-  at.row = int(padded[2]), at.plane = int(padded[1] * padded[2]), at.sample = int(padded[0] * padded[1] * padded[2]);
+  at.row = int(padded[2]), at.plane = int(padded[1] * padded[2]), at.sample = int(pixels);
   at.OD = int(results[0]), at.OH = int(results[1]), at.OW = int(results[2]);
   at.taps[0] = walk.dilation[0] * at.plane, at.taps[1] = walk.dilation[1] * at.row, at.taps[2] = walk.dilation[2];
   at.patch = Conv::kTilePositions + (taps[1] - 1) * at.taps[1] + (taps[2] - 1) * at.taps[2];
-  const int64_t last = padded[0] * padded[1] * padded[2] * Conv::kUnits;
-  // Counted in int.
-  expect(last < (int64_t(1) << 30) && N * (at.sample + Conv::kTilePositions) < (int64_t(1) << 31) &&
-             (at.sample + Conv::kTilePositions) * max(at.row, at.lines) < (int64_t(1) << 32),
-         "sizes that are counted in int");
   const int stages = Loop::stages(at);
   expect(stages > 0, "a patch of which shared memory has room for one of each team");
   if (N == 0) return;
@@ -154,12 +151,16 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
   pack_views_weight_kernel<Conv><<<Conv::kPaddedOut, kPackThreads, 0, stream>>>(
       packed_weight, exponents, largest, weight, N);
   // The last tile's patches end behind the last pixel.
-  const Scratch<uint4> packed(N * last + Conv::kTilePositions + at.patch, stream);
+  const Scratch<uint4> packed(N * pixels * Conv::kUnits + Conv::kTilePositions + at.patch, stream);
   pack_views<Conv>(packed, largest, x, N, at, stream);
   convolve_views<Loop>({out, more, packed_weight, packed, exponents, largest, tail, int(N), stages, at}, stream);
   if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Conv::kPaddedOut});
 }
 
+// x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest (N) becomes the bits of each
+// sample's largest magnitude, where operands are single its largest finite one. Where channels last values are
+// operands as they are, C is a multiple of 8. kFolded: taps of a row whose pixels are one row of operands, all of it
+// where columns are neighbours, or 1; or kViews. behind(Doubts) computes again what a float16 can't hold.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
           int kFolded, class Pool = Unpooled, class Tail, class Out, class More, class Behind>
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
