@@ -11,7 +11,7 @@ combination is compiled once per cache.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
-from inline_kernels.bench import checks, honesty
+from inline_kernels import fuse
+from inline_kernels.bench import checks, compare, honesty
 from inline_kernels.engine.fuse import structure_of
 
 NAMES = list(models.PROBLEMS)
@@ -464,3 +465,20 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "inline_kernels":
             self.calls[func] = args
         return func(*args, **(kwargs or {}))
+
+
+def wrong_of(
+    make: Callable, shape: Sequence[int], phase: str, device="cpu", dtype=torch.float32
+) -> list[str]:
+    """What misses the rule where `fuse` runs such models in training, with random parameters and inputs."""
+
+    def errors(number: int, cancelling: bool) -> list[checks.Error]:
+        torch.manual_seed(number)
+        model = make().to(device, dtype).train()
+        compare.randomize(model)
+        x = torch.randn(shape, device=device).to(dtype)
+        found, complaints = checks.errors_of("", fuse(model), model, x, phase, cancelling=cancelling)
+        assert not complaints
+        return found
+
+    return [str(error) for error in checks.judged_on_draws(errors) if not error.share <= 1]

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import numerics
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
-from inline_kernels.bench import checks, compare
 from inline_kernels.engine import between, library, precision
 from inline_kernels.engine import capture as capturing
 from inline_kernels.engine.between import ENDS, KEPT, OPERAND
@@ -162,19 +162,7 @@ def test_is_right(name, phase, layouts, monkeypatch):
     """Without rounding, which a CPU's eager does not know."""
     monkeypatch.setattr(between, "rounds", lambda segment, x: False)
     make, shape = MODELS[name]
-
-    def errors(number: int, cancelling: bool):
-        torch.manual_seed(number)
-        model = make().train()
-        compare.randomize(model)
-        found, complaints = checks.errors_of(
-            "", fuse(model), model, torch.randn(shape), phase, cancelling=cancelling
-        )
-        assert not complaints
-        return found
-
-    wrong = [str(error) for error in checks.judged_on_draws(errors) if not error.share <= 1]
-    assert not wrong
+    assert not numerics.wrong_of(make, shape, phase)
     assert not layouts[0] and any(layouts)
 
 
@@ -446,18 +434,7 @@ def test_who_watches_operators_sees_eagers_layouts(layouts):
 def test_networks_are_right_on_a_gpu(name, phase):
     network = NETWORKS[name]
     shape = (2, *network.input_shape[1:2], 64, 64)
-
-    def errors(number: int, cancelling: bool):
-        torch.manual_seed(number)
-        model = network.model().cuda().train()
-        compare.randomize(model)
-        x = torch.randn(shape, device="cuda")
-        found, complaints = checks.errors_of("", fuse(model), model, x, phase, cancelling=cancelling)
-        assert not complaints
-        return found
-
-    wrong = [str(error) for error in checks.judged_on_draws(errors) if not error.share <= 1]
-    assert not wrong
+    assert not numerics.wrong_of(network.model, shape, phase, "cuda")
 
 
 @pytest.mark.gpu

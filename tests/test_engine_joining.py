@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import numerics
 from benchmarks.networks import NETWORKS, UNet
 from inline_kernels import fuse
-from inline_kernels.bench import checks, compare
 from inline_kernels.engine import between, joining, library, precision
 from inline_kernels.engine.between import KEPT, OPERAND
 from inline_kernels.engine.capture import capture
@@ -231,18 +231,8 @@ def test_is_right(name, phase, runs, monkeypatch):
     """Without rounding, which a CPU's eager does not know. Against float64, with every gradient."""
     monkeypatch.setattr(between, "rounds", lambda segment, x: False)
     make, shape, count = MODELS[name]
-
-    def errors(number: int, cancelling: bool):
-        torch.manual_seed(number)
-        model = make().train()
-        compare.randomize(model)
-        x = torch.randn(shape)
-        found, complaints = checks.errors_of("", fuse(model), model, x, phase, cancelling=cancelling)
-        assert not complaints
-        return found
-
-    wrong = [str(error) for error in checks.judged_on_draws(errors) if not error.share <= 1]
-    assert not wrong and len(runs) >= count
+    assert not numerics.wrong_of(make, shape, phase)
+    assert len(runs) >= count
 
 
 def is_tf32(t: torch.Tensor) -> bool:
@@ -475,15 +465,5 @@ def test_on_a_cpu_nothing_changes():
 def test_skips_are_right_on_a_gpu(dtype, width, phase, monkeypatch):
     runs, forward = [], joining.Plan.forward
     monkeypatch.setattr(joining.Plan, "forward", lambda self, a: (runs.append(a), forward(self, a))[1])
-
-    def errors(number: int, cancelling: bool):
-        torch.manual_seed(number)
-        model = UNet(width, 2).cuda().to(dtype).train()
-        compare.randomize(model)
-        x = torch.randn(4, 3, 64, 48, device="cuda").to(dtype)
-        found, complaints = checks.errors_of("", fuse(model), model, x, phase, cancelling=cancelling)
-        assert not complaints
-        return found
-
-    wrong = [str(error) for error in checks.judged_on_draws(errors) if not error.share <= 1]
-    assert not wrong and (runs or dtype == torch.float32)  # what eager runs in float32 stays so
+    assert not numerics.wrong_of(lambda: UNet(width, 2), (4, 3, 64, 48), phase, "cuda", dtype)
+    assert runs or dtype == torch.float32  # what eager runs in float32 stays so

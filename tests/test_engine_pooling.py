@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import numerics
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
-from inline_kernels.bench import checks, compare
 from inline_kernels.engine import between, pooling
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import CTYPES
@@ -233,18 +233,8 @@ def test_is_right(name, runs, monkeypatch):
     """Without rounding, which a CPU's eager does not know. Against float64, with every gradient."""
     monkeypatch.setattr(between, "rounds", lambda segment, x: False)
     make, shape = MODELS[name]
-
-    def errors(number: int, cancelling: bool):
-        torch.manual_seed(number)
-        model = make().train()
-        compare.randomize(model)
-        x = torch.randn(shape)
-        found, complaints = checks.errors_of("", fuse(model), model, x, "train_dx", cancelling=cancelling)
-        assert not complaints
-        return found
-
-    wrong = [str(error) for error in checks.judged_on_draws(errors) if not error.share <= 1]
-    assert not wrong and runs
+    assert not numerics.wrong_of(make, shape, "train_dx")
+    assert runs
 
 
 @pytest.fixture
@@ -443,15 +433,5 @@ def test_is_right_on_a_gpu(dtype, pool, phase, monkeypatch):
     monkeypatch.setattr(
         pooling.Plan, "forward", lambda self, a, saving: (runs.append(a), forward(self, a, saving))[1]
     )
-
-    def errors(number: int, cancelling: bool):
-        torch.manual_seed(number)
-        model = Pooled(pool, 64).cuda().to(dtype).train()
-        compare.randomize(model)
-        x = torch.randn(4, 3, 64, 48, device="cuda").to(dtype)
-        found, complaints = checks.errors_of("", fuse(model), model, x, phase, cancelling=cancelling)
-        assert not complaints
-        return found
-
-    wrong = [str(error) for error in checks.judged_on_draws(errors) if not error.share <= 1]
-    assert not wrong and (runs or dtype == torch.float32)  # what eager runs in float32 stays so
+    assert not numerics.wrong_of(lambda: Pooled(pool, 64), (4, 3, 64, 48), phase, "cuda", dtype)
+    assert runs or dtype == torch.float32  # what eager runs in float32 stays so

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import numerics
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
-from inline_kernels.bench import checks, compare
 from inline_kernels.engine.capture import capture
 
 CONVOLUTIONS = {"resnet18": 20, "unet": 10, "vae_block": 2, "volume_block": 2}
@@ -16,18 +16,7 @@ CONVOLUTIONS = {"resnet18": 20, "unet": 10, "vae_block": 2, "volume_block": 2}
 @pytest.mark.parametrize("name", NETWORKS)
 def test_is_right(name):
     network = NETWORKS[name]
-
-    def errors(number: int, cancelling: bool):
-        torch.manual_seed(number)
-        model = network.small_model().train()
-        compare.randomize(model)
-        (x,) = network.small_inputs()
-        found, complaints = checks.errors_of("", fuse(model), model, x, "train_dx", cancelling=cancelling)
-        assert not complaints
-        return found
-
-    wrong = [str(error) for error in checks.judged_on_draws(errors) if not error.share <= 1]
-    assert not wrong
+    assert not numerics.wrong_of(network.small_model, network.small_input_shape, "train_dx")
 
 
 @pytest.mark.parametrize("name", NETWORKS)

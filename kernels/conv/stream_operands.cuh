@@ -183,6 +183,23 @@ struct Rows {
   int width, pitch, before;
 };
 
+// Packs 8 channels of a pixel from `channel` on: the first one is *at, the next S behind; zeros for those that aren't there, or where no pixel
+// is `inside`. exponent: of their scale. With kRaises largest becomes their largest magnitude, as above, if that is larger.
+template <class Conv, bool kRaises>
+__device__ __forceinline__ void pack_eight(uint4* packed, int64_t part_pitch, const typename Conv::value_t* at, int64_t S, int channel,
+                                           bool inside, int exponent, float& largest) {
+  float value[8];
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    value[c] = inside && channel + c < Conv::kChannelsIn ? float(at[c * S]) : 0.f;
+    if constexpr (Conv::kScaled) {
+      if (kRaises) largest = Conv::kParts == 1 ? larger_magnitude(largest, value[c]) : fmaxf(largest, fabsf(value[c]));
+      value[c] = Conv::scaled(value[c], power_of_two(exponent));
+    }
+  }
+  Conv::pack_pixel(packed, part_pitch, value);
+}
+
 // The same of few channels, by a thread for 8 of a pixel, with padding where rows have that; or, kAgain, the samples which the
 // first scale does not fit. Grid: shares of a sample, samples.
 template <class Conv, bool kAgain>
@@ -203,19 +220,8 @@ __global__ void __launch_bounds__(kImageThreads)
         const int column = int(pixel % rows.pitch) - rows.before;
         position = pixel / rows.pitch * rows.width + column, inside = column >= 0 && column < rows.width;
       }
-      float value[8];
-#pragma unroll
-      for (int c = 0; c < 8; c++) {
-        const bool real = inside && channel + c < Conv::kChannelsIn;
-        value[c] = real ? float(x[(n * Conv::kChannelsIn + channel + c) * S + position]) : 0.f;
-        if constexpr (Conv::kScaled) {
-          if (!kAgain) largest_magnitude = Conv::kParts == 1 ? larger_magnitude(largest_magnitude, value[c])
-                                                             : fmaxf(largest_magnitude, fabsf(value[c]));
-          value[c] = Conv::scaled(value[c], power_of_two(exponent));
-        }
-      }
-      Conv::pack_pixel(packed + (n * rows.S + pixel) * (Conv::kPixel / 8) + Conv::unit_of(channel / 8),
-                       Conv::kPartPitch, value);
+      pack_eight<Conv, !kAgain>(packed + (n * rows.S + pixel) * (Conv::kPixel / 8) + Conv::unit_of(channel / 8), Conv::kPartPitch,
+                                x + (n * Conv::kChannelsIn + channel) * S + position, S, int(channel), inside, exponent, largest_magnitude);
     }
     if constexpr (Conv::kScaled && !kAgain) raise_largest(largest + n, largest_magnitude);
   }

@@ -138,20 +138,8 @@ __global__ void __launch_bounds__(kImageThreads)
       const bool inside = unsigned(place[0]) < unsigned(at.extents[0]) && unsigned(place[1]) < unsigned(at.extents[1]) &&
                           unsigned(place[2]) < unsigned(at.extents[2]);
       const int64_t position = (int64_t(place[0]) * at.extents[1] + place[1]) * at.extents[2] + place[2];
-      float value[8];
-#pragma unroll
-      for (int k = 0; k < 8; k++) {
-        const int c = eight * 8 + k;
-        const bool real = inside && c < Conv::kChannelsIn;
-        value[k] = real ? float(x[(n * Conv::kChannelsIn + c) * S + position]) : 0.f;
-        if constexpr (Conv::kScaled) {
-          if (!kAgain) largest_magnitude = Conv::kParts == 1 ? larger_magnitude(largest_magnitude, value[k])
-                                                             : fmaxf(largest_magnitude, fabsf(value[k]));
-          value[k] = Conv::scaled(value[k], power_of_two(exponent));
-        }
-      }
-      Conv::pack_pixel(packed + (n * Conv::kUnits + eight) * int64_t(at.sample) + pixel,
-                       int64_t(Conv::kEights) * at.sample, value);
+      pack_eight<Conv, !kAgain>(packed + (n * Conv::kUnits + eight) * int64_t(at.sample) + pixel, int64_t(Conv::kEights) * at.sample,
+                                x + (n * Conv::kChannelsIn + eight * 8) * S + position, S, eight * 8, inside, exponent, largest_magnitude);
     }
     if constexpr (Conv::kScaled && !kAgain) raise_largest(largest + n, largest_magnitude);
   }
