@@ -286,7 +286,7 @@ class _Composer:
             level, channels = each.level, "1" if each.by_sample else "C"
             v = "stored" if text.reads_v else "nullptr"
             extent = f"load::Extent(N, {channels}, {level}_D, {level}_H, {level}_W)"
-            return f"load::planes({struct}, {extent}, {v}, parts_{number}, stream);"
+            return f"load::planes({struct}, {extent}, {v}, load::down(parts_{number}), stream);"
         return source.small_call(self.program, number, struct)
 
 

@@ -255,7 +255,8 @@ _TURNED = {"v": "planes_of_v", "dz": "planes_to_v", "y": "planes_to_y", "dy": "p
 
 
 def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
-    calls = []
+    """A pass goes over memory the other way than the one before: what that touched last the L2 cache still has."""
+    calls, order = [], "up"
     for i, each in enumerate(program.passes):
         if isinstance(each, Planes):
             v, skeleton, layout = "v" if program.texts[i].reads_v else "nullptr", "planes", ""
@@ -267,7 +268,9 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
                     skeleton = "sums_of_v"
             if each.by_sample:
                 skeleton, v = "by_sample", f"C, {v}"
-            calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")
+            order = "up" if order == "down" else "down"
+            parts = f"load::{order}(parts_{i})"
+            calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, {parts}{layout}, stream);")
             calls += merging(program, i)
         else:
             calls.append(small_call(program, i, made[i]))

@@ -273,13 +273,20 @@ template <int K> struct OfSeveral : Point<1> {
   Pack<int, K> place;
 };
 
+// In which order planes are walked over: the last ones first where the pass before went up, whose end the L2 cache still has; and the other way
+// round. What is computed doesn't hang on it.
+enum class Order { kUp, kDown };
+template <Order order> __device__ __forceinline__ unsigned block() {
+  return order == Order::kUp ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+}
+
 // A thread's share of a plane.
-template <bool kScalar> class Plane {
+template <bool kScalar, Order order> class Plane {
  public:
   const int64_t n, c;
   __device__ Plane(const Extent& extent, const value_t* values, unsigned parts)
-      : n(blockIdx.x / parts / unsigned(extent.C)), c(blockIdx.x / parts % unsigned(extent.C)), extent_(extent), values_(values),
-        plane_(blockIdx.x / parts), part_(blockIdx.x % parts), parts_(parts) {}
+      : n(block<order>() / parts / unsigned(extent.C)), c(block<order>() / parts % unsigned(extent.C)), extent_(extent), values_(values),
+        plane_(block<order>() / parts), part_(block<order>() % parts), parts_(parts) {}
 
   template <class F> __device__ __forceinline__ void each(const F& f) {
     const int S = extent_.positions();
@@ -315,11 +322,11 @@ template <bool kScalar> class Plane {
   // One of a plane's `parts` values.
   __device__ void reduce(double* out, Sum& sum) const {
     const double value = block_sum(sum.value());
-    if (threadIdx.x == 0) out[blockIdx.x] = value;
+    if (threadIdx.x == 0) out[block<order>()] = value;
   }
   __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
     const Moments<double> value = block_moments(sums);
-    if (threadIdx.x == 0) out[blockIdx.x] = value;
+    if (threadIdx.x == 0) out[block<order>()] = value;
   }
 
  private:
@@ -382,7 +389,7 @@ template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {
 
 // A lane's share of some planes, where arrays are channels last: K channels side by side at some positions. C is a multiple of K. Rows of
 // lanes_across lanes take positions in turn. A lane behind the last channel stands for it and does nothing.
-template <int K, int kAtOnce> class LastPlane {
+template <int K, int kAtOnce, Order order> class LastPlane {
   static_assert(kAtOnce == 1 || kAtOnce == Sum::kFew);
   using ThePoint = Point<K, (K > 1)>;
 
@@ -443,11 +450,11 @@ template <int K, int kAtOnce> class LastPlane {
   __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes)
       : LastPlane(extent, values, parts, lanes, (unsigned(extent.C) + lanes * K - 1) / (lanes * K)) {}
   __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes, unsigned tiles)
-      : n(blockIdx.x / tiles / parts), c{first_of(lanes, tiles, extent)}, extent_(extent), values_(values),
-        tile_(blockIdx.x % tiles), part_(blockIdx.x / tiles % parts), parts_(parts), lanes_(lanes),
-        active_((blockIdx.x % tiles * lanes + threadIdx.x % lanes) * K < unsigned(extent.C)) {}
+      : n(block<order>() / tiles / parts), c{first_of(lanes, tiles, extent)}, extent_(extent), values_(values),
+        tile_(block<order>() % tiles), part_(block<order>() / tiles % parts), parts_(parts), lanes_(lanes),
+        active_((block<order>() % tiles * lanes + threadIdx.x % lanes) * K < unsigned(extent.C)) {}
   static __device__ int64_t first_of(unsigned lanes, unsigned tiles, const Extent& extent) {
-    const unsigned first = (blockIdx.x % tiles * lanes + threadIdx.x % lanes) * K;
+    const unsigned first = (block<order>() % tiles * lanes + threadIdx.x % lanes) * K;
     return first < unsigned(extent.C) ? first : extent.C - K;
   }
   __device__ __forceinline__ unsigned lane() const { return threadIdx.x % lanes_; }
@@ -540,7 +547,7 @@ template <int K> struct RowPoint : Point<1> {
 };
 
 // Lanes' share of a sample, where arrays are channels last.
-template <int K> class LastRows {
+template <int K, Order order> class LastRows {
   // What is summed over positions, by one of a position's lanes.
   template <class Own> struct OfFirst {
     const bool& counts;
@@ -553,7 +560,7 @@ template <int K> class LastRows {
  public:
   const int64_t n, c = 0;
   __device__ LastRows(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes)
-      : n(blockIdx.x / parts), extent_(extent), values_(values), part_(blockIdx.x % parts), parts_(parts), lanes_(lanes) {}
+      : n(block<order>() / parts), extent_(extent), values_(values), part_(block<order>() % parts), parts_(parts), lanes_(lanes) {}
   template <class F> __device__ __forceinline__ void each(const F& f) {
     const int S = extent_.positions(), own = int(threadIdx.x % 32 / lanes_), step = int(parts_ * kPlaneThreads / lanes_);
     for (int i = int((part_ * kPlaneThreads + threadIdx.x / 32 * 32) / lanes_); i < S; i += step) {  // a warp together
@@ -566,11 +573,11 @@ template <int K> class LastRows {
   __device__ __forceinline__ OfFirst<ShiftedSums> moments() const { return {counts_, {}}; }
   __device__ void reduce(double* out, OfFirst<Sum>& sum) const {
     const double value = block_sum(sum.own.value());
-    if (threadIdx.x == 0) out[blockIdx.x] = value;
+    if (threadIdx.x == 0) out[block<order>()] = value;
   }
   __device__ void reduce(Moments<double>* out, const OfFirst<ShiftedSums>& sums) const {
     const Moments<double> value = block_moments(sums.own);
-    if (threadIdx.x == 0) out[blockIdx.x] = value;
+    if (threadIdx.x == 0) out[block<order>()] = value;
   }
 
  private:
@@ -584,7 +591,7 @@ template <class Pass, class = void> constexpr bool is_scalar = false;
 template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kScalar>> = true;
 
 // kBlocks: of a multiprocessor, at least.
-constexpr int kPlaneBlocks = kPack * sizeof(real) > 16 ? 2 : 3;
+constexpr int kPlaneBlocks = kPack * sizeof(real) > 16 ? 2 : 4;
 template <int kBlocks, class ThePlane, class Pass, class... Lanes>
 __global__ void __launch_bounds__(kPlaneThreads, kBlocks)
 planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts, Lanes... lanes) {
@@ -593,43 +600,50 @@ planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsig
   pass(plane);
 }
 
+// Blocks that share a plane, and in which order.
+template <Order order> struct Parts {
+  int64_t count;
+};
+inline Parts<Order::kUp> up(int64_t count) { return {count}; }
+inline Parts<Order::kDown> down(int64_t count) { return {count}; }
+
 // values: the convolution's, or null. A part has at most 2³¹ positions. K: channels a lane, or 1 where there is no multiple of K.
-template <int K, class Pass>
-void in_last_planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
+template <int K, class Pass, Order order>
+void in_last_planes(const Pass& pass, const Extent& extent, const value_t* values, Parts<order> parts, cudaStream_t stream) {
   if constexpr (K > 1) {
     if (extent.C % K) return in_last_planes<1>(pass, extent, values, parts, stream);
   }
-  using ThePlane = LastPlane<K, Last<Pass>::at_once>;
+  using ThePlane = LastPlane<K, Last<Pass>::at_once, order>;
   constexpr int kBlocks = Last<Pass>::blocks;
-  const int64_t across = int64_t(K) * lanes_across(extent.C, K), blocks = extent.N * ((extent.C + across - 1) / across) * parts;
+  const int64_t across = int64_t(K) * lanes_across(extent.C, K), blocks = extent.N * ((extent.C + across - 1) / across) * parts.count;
   if (!blocks || !extent.positions()) return;
-  launch_early(planes_kernel<kBlocks, ThePlane, Pass>, blocks, kPlaneThreads, stream, pass, extent, values, unsigned(parts));
+  launch_early(planes_kernel<kBlocks, ThePlane, Pass>, blocks, kPlaneThreads, stream, pass, extent, values, unsigned(parts.count));
 }
-template <class Pass>
-void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
+template <class Pass, Order order>
+void planes(const Pass& pass, const Extent& extent, const value_t* values, Parts<order> parts, cudaStream_t stream) {
   if constexpr (kLast) {
     in_last_planes<Last<Pass>::channels>(pass, extent, values, parts, stream);
   } else {
-    using ThePlane = Plane<is_scalar<Pass>>;
-    const int64_t S = extent.positions(), blocks = extent.N * extent.C * parts;
+    using ThePlane = Plane<is_scalar<Pass>, order>;
+    const int64_t S = extent.positions(), blocks = extent.N * extent.C * parts.count;
     if (!blocks || !S) return;
-    const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts + 1;
+    const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts.count + 1;
     const unsigned threads = packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
-    launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass>, blocks, threads, stream, pass, extent, values, unsigned(parts));
+    launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass>, blocks, threads, stream, pass, extent, values, unsigned(parts.count));
   }
 }
 
 // Of a pass by sample, whose extent has no channels; C: those of its arrays.
-template <int K, class Pass>
-void in_rows(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, int64_t parts, cudaStream_t stream) {
-  using ThePlane = LastRows<K>;
-  const int64_t blocks = extent.N * parts;
+template <int K, class Pass, Order order>
+void in_rows(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, Parts<order> parts, cudaStream_t stream) {
+  using ThePlane = LastRows<K, order>;
+  const int64_t blocks = extent.N * parts.count;
   if (!blocks || !extent.positions()) return;
-  launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass, unsigned>, blocks, kPlaneThreads, stream, pass, extent, values, unsigned(parts),
+  launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass, unsigned>, blocks, kPlaneThreads, stream, pass, extent, values, unsigned(parts.count),
                lanes_of_row(C, K));
 }
-template <class Pass>
-void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, int64_t parts, cudaStream_t stream) {
+template <class Pass, Order order>
+void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, Parts<order> parts, cudaStream_t stream) {
   if constexpr (!kLast) planes(pass, extent, values, parts, stream);
   else if (C % kPack) in_rows<1>(pass, extent, C, values, parts, stream);
   else in_rows<kPack>(pass, extent, C, values, parts, stream);

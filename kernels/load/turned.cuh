@@ -42,9 +42,10 @@ struct Tile {
   const bool first;
 
   static constexpr int kLanes = kTileChannels / kRowVector, kStep = kPlaneThreads / kLanes, kRows = kTilePositions / kStep;
-  __device__ Tile(const Extent& extent, value_t* at, unsigned parts, unsigned channel_tiles, unsigned number)
-      : extent(extent), at(at), n(blockIdx.x / channel_tiles / parts), part(blockIdx.x / channel_tiles % parts),
-        channel(int(blockIdx.x % channel_tiles) * kTileChannels), position(int(part + number * parts) * kTilePositions),
+  // number: of those of a block.
+  __device__ Tile(unsigned block, const Extent& extent, value_t* at, unsigned parts, unsigned channel_tiles, unsigned number)
+      : extent(extent), at(at), n(block / channel_tiles / parts), part(block / channel_tiles % parts),
+        channel(int(block % channel_tiles) * kTileChannels), position(int(part + number * parts) * kTilePositions),
         first(number == 0) {}
   __device__ Tile(const Extent& extent, value_t* at, unsigned n, unsigned part, int channel)
       : extent(extent), at(at), n(n), part(part), channel(channel), position(int(part) * kTilePositions), first(true) {}
@@ -168,7 +169,7 @@ template <Tiled tiled> class TurnedPlane {
 };
 
 // values: v in planes, where it is not the tile's. source, target: what is channels last.
-template <class Pass, Tiled tiled>
+template <class Pass, Tiled tiled, Order order>
 __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
 turned_kernel(const Pass pass, const Extent extent, const value_t* values, const value_t* source, value_t* target, unsigned parts,
               unsigned channel_tiles, bool for_tf32) {
@@ -177,8 +178,8 @@ turned_kernel(const Pass pass, const Extent extent, const value_t* values, const
   __shared__ __align__(16) value_t shared[kTilePositions * kTileChannels];
   const unsigned tiles = (unsigned(extent.positions()) + kTilePositions - 1) / kTilePositions;
 #pragma unroll 1
-  for (unsigned number = 0; blockIdx.x / channel_tiles % parts + number * parts < tiles; number++) {
-    const Tile tile(extent, shared, parts, channel_tiles, number);
+  for (unsigned number = 0; block<order>() / channel_tiles % parts + number * parts < tiles; number++) {
+    const Tile tile(block<order>(), extent, shared, parts, channel_tiles, number);
     if (kReads) tile.load(source);
     if (kReads || number) __syncthreads();  // the tile is there, or the one before is written
     for (int column = threadIdx.x / 32; column < kTileChannels && tile.channel + column < extent.C;
@@ -191,35 +192,35 @@ turned_kernel(const Pass pass, const Extent extent, const value_t* values, const
   }
 }
 
-template <Tiled tiled, class Pass>
-void turned(const Pass& pass, const Extent& extent, const value_t* values, const value_t* source, value_t* target, int64_t parts,
+template <Tiled tiled, class Pass, Order order>
+void turned(const Pass& pass, const Extent& extent, const value_t* values, const value_t* source, value_t* target, Parts<order> parts,
             int64_t layout, cudaStream_t stream) {
-  const int64_t tiles = (extent.C + kTileChannels - 1) / kTileChannels, blocks = extent.N * parts * tiles;
+  const int64_t tiles = (extent.C + kTileChannels - 1) / kTileChannels, blocks = extent.N * parts.count * tiles;
   if (kLast || layout == kPlanes) {
     planes(pass, extent, values, parts, stream);
   } else if constexpr (!kLast) {
     if (!blocks) return;
-    launch_early(turned_kernel<Pass, tiled>, blocks, kPlaneThreads, stream, pass, extent, values, source, target, unsigned(parts),
+    launch_early(turned_kernel<Pass, tiled, order>, blocks, kPlaneThreads, stream, pass, extent, values, source, target, unsigned(parts.count),
                  unsigned(tiles), layout == kForTf32);
   }
 }
-template <class Pass>
-void units(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts, cudaStream_t stream);
+template <class Pass, Order order>
+void units(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, Parts<order> parts, cudaStream_t stream);
 
 // A pass that sums what it makes of v, and writes nothing at positions: turned, it needs no tiles.
-template <class Pass>
-void sums_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64_t parts, int64_t layout, cudaStream_t stream) {
+template <class Pass, Order order>
+void sums_of_v(const Pass& pass, const Extent& extent, const value_t* v, Parts<order> parts, int64_t layout, cudaStream_t stream) {
   if (kLast || layout == kPlanes) planes(pass, extent, v, parts, stream);
   else in_last_planes<Last<Pass>::channels>(pass, extent, v, parts, stream);
 }
 
 // Passes that read v, and one that writes its gradient. Turned, a plane has at most as many parts as kTilePositions.
-template <class Pass>
-void planes_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64_t parts, int64_t layout, cudaStream_t stream) {
+template <class Pass, Order order>
+void planes_of_v(const Pass& pass, const Extent& extent, const value_t* v, Parts<order> parts, int64_t layout, cudaStream_t stream) {
   turned<Tiled::kV>(pass, extent, v, v, nullptr, parts, layout, stream);
 }
-template <class Pass>
-void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts, int64_t layout,
+template <class Pass, Order order>
+void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, Parts<order> parts, int64_t layout,
                  cudaStream_t stream) {
   if constexpr (!kLast)
     if (layout == kUnits) return units(pass, extent, v, gradient, parts, stream);
@@ -227,12 +228,12 @@ void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value
 }
 
 // In front of a convolution a pass that writes what that reads, and those that read its gradient.
-template <class Pass>
-void planes_to_y(const Pass& pass, const Extent& extent, const value_t* v, value_t* y, int64_t parts, int64_t layout, cudaStream_t stream) {
+template <class Pass, Order order>
+void planes_to_y(const Pass& pass, const Extent& extent, const value_t* v, value_t* y, Parts<order> parts, int64_t layout, cudaStream_t stream) {
   turned<Tiled::kWritten>(pass, extent, v, nullptr, y, parts, layout, stream);
 }
-template <class Pass>
-void planes_of_dy(const Pass& pass, const Extent& extent, const value_t* v, const value_t* dy, int64_t parts, int64_t layout,
+template <class Pass, Order order>
+void planes_of_dy(const Pass& pass, const Extent& extent, const value_t* v, const value_t* dy, Parts<order> parts, int64_t layout,
                   cudaStream_t stream) {
   turned<Tiled::kRead>(pass, extent, v, dy, nullptr, parts, layout, stream);
 }
