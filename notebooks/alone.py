@@ -12,6 +12,7 @@ import base64
 import inspect
 import io
 import json
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -21,17 +22,24 @@ NOTEBOOKS = ROOT / "notebooks"
 CELL_ID = "sources"  # of the cell, in each notebook, that finds the repository
 PARTS = ("*.py", "LICENSE", "requirements.txt", "inline_kernels/**/*.py", "kernels/**/*.*", "notebooks/*.py", "benchmarks/*.py")  # fmt: skip
 RECORDS = ("benchmarks/results/*.json", "benchmarks/results/loader/*.json", "benchmarks/results/ladders/*.json")  # fmt: skip
+NAMED = re.compile(r"benchmarks/results/[\w./-]+\.json")  # records that a notebook names
 
 
 def archive() -> bytes:
     """The repository's sources and records as a tar file, compressed, that depends on nothing but their content."""
     found = io.BytesIO()
     with tarfile.open(fileobj=found, mode="w:xz", preset=9) as into:
-        for path in sorted({path for pattern in (*PARTS, *RECORDS) for path in ROOT.glob(pattern)}):
+        for path in sorted({path for pattern in (*PARTS, *RECORDS, *named()) for path in ROOT.glob(pattern)}):
             entry, content = tarfile.TarInfo(path.relative_to(ROOT).as_posix()), path.read_bytes()
             entry.size = len(content)
             into.addfile(entry, io.BytesIO(content))
     return found.getvalue()
+
+
+def named() -> set[str]:
+    """The records that the notebooks name."""
+    texts = [path.read_text(encoding="utf-8") for path in NOTEBOOKS.glob("*.ipynb")]
+    return {name for text in texts for name in NAMED.findall(text)}
 
 
 def requirements() -> str:

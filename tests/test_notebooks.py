@@ -1,11 +1,13 @@
 """Every notebook runs from top to bottom on a CPU and shows what it promises; what is committed keeps the rules; a copy runs alone."""
 
 import ast
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -206,21 +208,32 @@ def test_a_copy_runs_alone(tmp_path, monkeypatch):
 
 
 def test_copies_hold_what_they_need():
-    """Every module and kernel of the repository, and the same each time; nothing of the repository is searched for."""
+    """Every module and kernel of the repository, each record that a cell reads, and the same each time; nothing of the repository is searched
+    for."""
     archive = alone.archive()
     assert archive == alone.archive()
+    held = set(tarfile.open(fileobj=io.BytesIO(archive)).getnames())
     files = {
         str(each.relative_to(alone.ROOT)) for pattern in alone.PARTS for each in alone.ROOT.glob(pattern)
     }
-    assert {
-        "compare.py",
-        "kernels/host/host.h",
-        "kernels/grad/selected/merge.cuh",
-        "kernels/composed.json",
-        "notebooks/walkthrough.py",
-    } <= files
+    assert (
+        {
+            "compare.py",
+            "kernels/host/host.h",
+            "kernels/grad/selected/merge.cuh",
+            "kernels/composed.json",
+            "notebooks/walkthrough.py",
+        }
+        <= files
+        <= held
+    )
     for path in NOTEBOOKS:
         assert "make notebooks-alone" not in alone.copy(path, "x")
+        read = re.findall(
+            r'root / "([\w./-]+\.json)"',
+            "\n".join(cell.source for cell in cells_of(path) if cell.cell_type == "code"),
+        )
+        assert {*read} <= held, "what a cell reads"
 
 
 # ---------------------------------------------------------------------------------------------------- what is committed

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from inline_kernels.loader.operators import constant_to_tracers
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LAYERS, MOST_ENTRIES, MOST_LINES = 7, 19, 300
@@ -46,6 +50,23 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 def graph() -> dict[str, frozenset[str]]:
     known = modules()
     return {name: frozenset(imports(name, path, known)) for name, path in known.items()}
+
+
+def test_no_tracer_is_imported():
+    """torch._dynamo takes as long as all of torch."""
+    code = "import sys, compare, export, models, inline_kernels; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_what_tracers_take_for_constant_is_marked_as_torch_does():
+    def own():
+        pass
+
+    def torchs():
+        pass
+
+    assert constant_to_tracers(own) is own and vars(own)
+    assert vars(own) == vars(torch.compiler.assume_constant_result(torchs))
 
 
 def test_imports_make_no_circle():

@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx, nn
 
+from inline_kernels.loader.operators import constant_to_tracers
+
 from . import support
 from .code import Code
 from .support import DTYPES
@@ -50,7 +52,7 @@ def function_for(fused: nn.Module, inputs: tuple, keywords: dict) -> Callable | 
     return getattr(_functions, name) if name else None
 
 
-@torch.compiler.assume_constant_result
+@constant_to_tracers
 def _name_of(
     number: int, count: int, dimensions: int, device: str, index: int | None, dtype: torch.dtype
 ) -> str:

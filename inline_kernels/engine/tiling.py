@@ -28,6 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inline_kernels.loader.operators import constant_to_tracers
+
 from . import choice
 
 
@@ -38,7 +40,7 @@ class Device(NamedTuple):
     scale: choice.Scale = choice.H200
 
 
-@torch.compiler.assume_constant_result
+@constant_to_tracers
 def device_properties(index: int | None) -> Device:
     """None, of a tensor that is on no GPU: the smallest that the fused kernels run on. What it has room for, the others have, too."""
     if index is None:

@@ -72,6 +72,13 @@ def declare(
     return Operator(name, forward, shapes, backward, gradients, plan)
 
 
+def constant_to_tracers(function: Callable) -> Callable:
+    """As torch.compiler.assume_constant_result: tracers call the function, and take what it returns for a constant. That function imports
+    torch._dynamo, which takes as long as all of torch; the mark that it sets is all that the tracer looks for."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def check_memory(*tensors: Tensor) -> None:
     """Raises RuntimeError where the storage of a plain tensor was freed, by resize_(0): not all of PyTorch's functions look before
     they read."""
