@@ -1,6 +1,7 @@
 """Every notebook runs from top to bottom on a CPU and shows what it promises; what is committed keeps the rules; a copy runs alone."""
 
 import ast
+import importlib
 import io
 import json
 import os
@@ -241,6 +242,17 @@ def test_copies_hold_what_they_need():
 
 def test_there_is_a_lesson_for_every_problem_of_this_repository():
     assert set(LESSONS) <= set(NOTEBOOKS) and len(NOTEBOOKS) == len(OURS) + len(PROMISES)
+
+
+@each_notebook
+def test_names_of_modules_exist(path):
+    """Also in cells, or lines, that run on a GPU alone."""
+    for cell in cells_of(path):
+        for name, attribute in re.findall(
+            r"\b(compare|inline_loader|models|walkthrough)\.([a-z]\w*)\b(?!/)", cell.source
+        ):
+            if cell.cell_type == "code" and attribute != "py":
+                assert hasattr(importlib.import_module(name), attribute), f"{name}.{attribute} in {cell.id}"
 
 
 @each_notebook
