@@ -590,8 +590,8 @@ template <int K, Order order> class LastRows {
 template <class Pass, class = void> constexpr bool is_scalar = false;
 template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kScalar>> = true;
 
-// kBlocks: of a multiprocessor, at least.
-constexpr int kPlaneBlocks = kPack * sizeof(real) > 16 ? 2 : 4;
+// kBlocks: of a multiprocessor, at least. Rows take more registers.
+constexpr int kPlaneBlocks = kPack * sizeof(real) > 16 ? 2 : 4, kRowBlocks = kPack * sizeof(real) > 16 ? 2 : 3;
 template <int kBlocks, class ThePlane, class Pass, class... Lanes>
 __global__ void __launch_bounds__(kPlaneThreads, kBlocks)
 planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts, Lanes... lanes) {
@@ -639,7 +639,7 @@ void in_rows(const Pass& pass, const Extent& extent, int64_t C, const value_t* v
   using ThePlane = LastRows<K, order>;
   const int64_t blocks = extent.N * parts.count;
   if (!blocks || !extent.positions()) return;
-  launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass, unsigned>, blocks, kPlaneThreads, stream, pass, extent, values, unsigned(parts.count),
+  launch_early(planes_kernel<kRowBlocks, ThePlane, Pass, unsigned>, blocks, kPlaneThreads, stream, pass, extent, values, unsigned(parts.count),
                lanes_of_row(C, K));
 }
 template <class Pass, Order order>
