@@ -694,6 +694,16 @@ def test_what_is_saved_lies_as_foreseen(layout, device):
     assert any(library.is_channels_last(t) for t in foreseen if t.dim() == 4) == run.plan.last
 
 
+def test_each_pass_goes_the_other_way(monkeypatch):
+    """Than the one before, and the first one of a launcher down."""
+    monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+    segment, arguments, _ = Run.asked(*problem(52))
+    (request,) = schedule.requests(Case(segment, arguments, True, torch.float32))
+    for launcher in request["source"].split("EXPORT void ")[-2:]:
+        ways = re.findall(r"load::(up|down)\(parts_\d+\)", launcher)
+        assert ways == ["down", "up", "down"][: len(ways)] and len(ways) > 1
+
+
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 @pytest.mark.parametrize(
     "number, value, architecture, last",
