@@ -156,7 +156,7 @@ FAULTS = [
     Fault("kernels/conv/stream_views.cuh", "if (i % 2 == 0) part = first;", "if (i % 2 == 0) part = part;", "test_stream.py -k views"),
     Fault("kernels/conv/stream_views_sm90.cuh", "if (next.count == 1) {", "if (next.count == 0) {", "test_stream.py -k little_memory"),
     Fault("kernels/conv/stream_views_sm90.cuh", "patch.channels = Conv::kOfWarp,", "", "test_stream.py -k views"),
-    Fault("inline_kernels/engine/choice.py", "patch = VIEWS_POSITIONS + taps[-2] * row + taps[-1]", "patch = VIEWS_POSITIONS + taps[-2] * row", "test_engine_direct.py -k room_for"),
+    Fault("inline_kernels/engine/tiling.py", "patch = choice.VIEWS_POSITIONS + taps[-2] * row + taps[-1]", "patch = choice.VIEWS_POSITIONS + taps[-2] * row", "test_engine_direct.py -k room_for"),
     Fault("kernels/conv/stream.cuh", "y[n * results() + i] = T(kRounds ? nearest_tf32(value) : value);", "y[at] = T(kRounds ? nearest_tf32(value) : value);", "test_engine_sinks.py -k stays_channels_last"),
     Fault("inline_kernels/engine/mainloops.py", '{"RESULTS_LAST": int(not how.packs or job.last), "ROUNDS_RESULT": int(job.rounds)}', '{"RESULTS_LAST": int(not how.packs or job.last), "ROUNDS_RESULT": 0}', "test_engine_sinks.py -k stays_channels_last"),
     Fault("inline_kernels/engine/layouts.py", "itself if segment.of_operand else plan.turns.rounded(x)", "itself", "test_engine_between.py -k operands_are_rounded"),

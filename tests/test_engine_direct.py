@@ -406,8 +406,7 @@ def test_stream_of_volumes(filters, settings, dtype, device, monkeypatch):
 def by_views(device, monkeypatch):  # noqa: F811
     """stream takes views of patches wherever it can."""
     device(900), only_through("stream", monkeypatch)
-    microseconds = choice.stream_views
-    monkeypatch.setattr(choice, "stream_views", lambda *given: None if microseconds(*given) is None else 0.0)
+    monkeypatch.setattr(choice, "stream_views", lambda *_: 0.0)
 
 
 @pytest.mark.parametrize(
@@ -442,12 +441,12 @@ def test_what_views_have_room_for(last, device, by_views, monkeypatch):
     walk = mainloops.Walk((1, 1), (0, 0), (0, 0), (1, 1))
 
     def fits(columns: int) -> bool:
-        return choice.stream_views((1, 16, 4, columns), (24, 16, 3, 2), walk, False, known) is not None
+        return tiling.views((1, 16, 4, columns), (24, 16, 3, 2), walk, False, known) is not None
 
     columns = max(each for each in range(4, 2000) if fits(each)) + (not last)
     model = random_model((24, 16, 3, 2), TAILS["leaky, gelu"])
     x = numerics.random_input((1, 16, 4, columns))
-    monkeypatch.setattr(choice, "stream_views", lambda *_: 0.0)
+    monkeypatch.setattr(tiling, "views", lambda *_: tiling.Views(1, 1, False))
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
     if last:
         assert run(model, x).isfinite().all()
@@ -698,8 +697,8 @@ BY_NUMBER = {
     87: "narrow2d",
     48: "narrow3d",
 }
-BY_NUMBER |= {1: "wide", 4: "wide", 54: "wide", 7: "stream", 47: "stream", 90: "stream"}
-BY_NUMBER |= {43: "stream"}
+BY_NUMBER |= {1: "wide", 4: "wide", 54: "wide", 43: "stream", 47: "stream"}
+BY_NUMBER |= {7: "stream by views of patches", 90: "stream by views of patches"}
 
 
 def full_size(number: int):

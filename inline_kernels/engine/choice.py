@@ -148,35 +148,12 @@ def stream_folded(filters: Sequence[int], dilation: int, packs: bool, split: boo
     return columns if packs and fits else 1
 
 
-def stream_views(image: Sequence[int], filters: Sequence[int], walk, split: bool, device) -> float | None:
-    """Microseconds of stream's products by views of patches (kernels/conv/stream_views.cuh), or None where it can't. walk: a mainloops.Walk."""
-    if {*walk.stride} != {1}:
-        return None
-    outputs, channels, *kernel = filters
-    taps = [(k - 1) * d for k, d in zip(kernel, walk.dilation)]
-    padded = [size + a + b for size, a, b in zip(image[2:], walk.before, walk.behind)]
-    lines, row = padded[-2:]
-    sample = math.prod(padded)
-    first = sum(each * pitch for each, pitch in zip(taps, (lines * row, row, 1)[-len(taps) :]))
-    positions = sample - first  # from the first result to the last, with what lies between
-    patch = VIEWS_POSITIONS + taps[-2] * row + taps[-1]
-    eights, of_plane = -(-channels // 8), math.prod(kernel[-2:])
-    pairs, left = (eights, eights) if split else (eights // 2, eights % 2)
-    products, units = pairs * of_plane + left * (-(-of_plane // 2)), eights * (1 + split)
-    products *= math.prod(kernel[:-2])
-    teams, staging = 2 if split else 4, 4 * 2560  # of a team
-    stages = teams * (-(-units * patch * 16 // 128) * 128)  # of each team one
-    room = 512 + products * 2 * 64 * 16 + teams * staging + stages
-    counted = sample * units < 1 << 30 and image[0] * (sample + VIEWS_POSITIONS) < 1 << 31
-    if room > device.shared or not counted or (sample + VIEWS_POSITIONS) * max(row, lines) >= 1 << 32:
-        return None
+def stream_views(views, outputs: int, samples: int, device) -> float:
+    """Microseconds of stream's products by views of patches. views: a tiling.Views."""
     blocks = -(-outputs // 64)
-    turns = -(-image[0] * -(-positions // VIEWS_POSITIONS) // max(device.multiprocessors // blocks, 1))
-    tile = max(
-        VIEWS_TILE + VIEWS_PRODUCT[room + stages <= device.shared] * products,
-        VIEWS_CHANNEL * min(outputs, 64),
-    )
-    return VIEWS_START + turns * tile / device.scale.clock
+    turns = -(-samples * -(-views.positions // VIEWS_POSITIONS) // max(device.multiprocessors // blocks, 1))
+    products = VIEWS_TILE + VIEWS_PRODUCT[views.ahead] * views.products
+    return VIEWS_START + turns * max(products, VIEWS_CHANNEL * min(outputs, 64)) / device.scale.clock
 
 
 def _pixel(channels: int, split: bool) -> int:

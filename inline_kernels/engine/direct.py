@@ -500,7 +500,7 @@ def requests(case: Case) -> list[dict]:
 def describe(case: Case) -> str:
     written = _chosen(case)
     names = [array.name for array in written.results[1:]]
-    line = f"{written.mainloop.name}, the tail inside, "
+    line = f"{written.mainloop.in_words(_job(written, case))}, the tail inside, "
     line += "v is stored beside" if "v" in names else "v is never written"
     if written.rest is None:
         return line

@@ -167,6 +167,10 @@ class Mainloop(NamedTuple):
         if max(steps) > 8 or max(ends) > most:
             raise Unsupported(f"the copy engine's strides go to 8, its offsets to {most}")
 
+    def in_words(self, job: Job) -> str:
+        by_views = self.walks and self.defines(job)["FOLDED"] == choice.VIEWS
+        return self.name + " by views of patches" * by_views
+
     def all_defines(self, segment, job: Job) -> dict:
         return self.defines(job) | (walk_defines(segment, job.weight) if self.walks else {})
 
@@ -278,7 +282,8 @@ def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     folded = choice.stream_folded(job.weight.shape, job.walk.dilation[-1], packs, splits)
     how = choice.Streamed(packs, splits, folded, reduces, job.window, max(1, len(job.sinks)), job.is_alone)
     how = how._replace(beside_wide=not job.is_alone and _wide_stores(job))
-    views = choice.stream_views(*sizes, job.walk, splits, device) if packs else None
+    planned = tiling.views(*sizes, job.walk, splits, device) if packs else None
+    views = planned and choice.stream_views(planned, job.weight.shape[0], job.x.shape[0], device)
     gathered = choice.stream_columns(job.weight.shape, job.positions, job.x.element_size(), device, how)[1]
     stores = not (reduces or job.sinks) and views is not None and views < gathered
     return how._replace(views=views, folded=choice.VIEWS if stores else folded)

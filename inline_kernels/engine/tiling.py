@@ -392,6 +392,39 @@ def stream_obstacle(x: Tensor, dtype: torch.dtype):
     yield capability(x) != (9, 0), "it needs a GPU of compute capability 9.0"
 
 
+class Views(NamedTuple):
+    """What kernels/conv/stream_views.cuh has of an image: positions of a sample, from the first result to the last, with what lies between rows; products
+    of a tile; has shared memory room for two stages of a team?"""
+
+    positions: int
+    products: int
+    ahead: bool
+
+
+def views(image: Sequence[int], filters: Sequence[int], walk, split: bool, device: Device) -> Views | None:
+    """None where it can't run. walk: a mainloops.Walk. split: are operands two float16?"""
+    if {*walk.stride} != {1}:
+        return None
+    _, channels, *kernel = filters
+    taps = [(k - 1) * d for k, d in zip(kernel, walk.dilation)]
+    padded = [size + a + b for size, a, b in zip(image[2:], walk.before, walk.behind)]
+    lines, row = padded[-2:]
+    sample = math.prod(padded)
+    first = sum(each * pitch for each, pitch in zip(taps, (lines * row, row, 1)[-len(taps) :]))
+    patch = choice.VIEWS_POSITIONS + taps[-2] * row + taps[-1]
+    eights, of_plane = ceil_div(channels, 8), math.prod(kernel[-2:])
+    pairs, left = (eights, eights) if split else (eights // 2, eights % 2)
+    products, units = pairs * of_plane + left * ceil_div(of_plane, 2), eights * (1 + split)
+    products *= math.prod(kernel[:-2])
+    teams, staging = 2 if split else 4, 4 * 2560  # of a team
+    stages = teams * ceil_div(units * patch * 16, 128) * 128  # of each team one
+    room = 512 + products * 2 * 64 * 16 + teams * staging + stages
+    counted = sample * units < 1 << 30 and image[0] * (sample + choice.VIEWS_POSITIONS) < 1 << 31
+    if room > device.shared or not counted or (sample + choice.VIEWS_POSITIONS) * max(row, lines) >= 1 << 32:
+        return None
+    return Views(sample - first, products, room + stages <= device.shared)
+
+
 def stream_defines(x: Tensor, weight: Tensor, positions: int, how: choice.Streamed) -> dict[str, int]:
     """positions: of all results."""
     device = device_properties(x.device.index)
