@@ -42,6 +42,7 @@ EMULATION = Path(__file__).resolve().parent / "emulation"
 HEADERS = Path(CUDA_HOME or "/usr/local/cuda") / "include"
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 NAN, INF = float("nan"), float("inf")
+MOST_KEPT = 3  # folders of builds
 
 pytestmark = pytest.mark.skipif(
     not (COMPILER and (HEADERS / "cuda_fp16.h").is_file()),
@@ -219,6 +220,11 @@ def library_of(
     def key(*parts) -> str:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
+    parts = [translated(source, replaced)]
+    if not alone:
+        registered = loader_source.registration(loader_source.parse_launchers(source), "cuda")
+        parts += ['#include "host/sized.h"', registered, RUN]
+
     def make(library: Path) -> None:
         included = once(folder / f"included-{key(replaced)}", functools.partial(translate_headers, replaced))
         headers = once(folder / f"headers-{architecture}", functools.partial(precompile, architecture))
@@ -229,16 +235,13 @@ def library_of(
         )
         macros = [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
         text = library.with_suffix(".cpp")
-        parts = [translated(source, replaced)]
-        if not alone:
-            registered = loader_source.registration(loader_source.parse_launchers(source), "cuda")
-            parts += ['#include "host/sized.h"', registered, RUN]
         text.write_text("\n".join(parts))
         compile_with(
             *macros, "-I", included, "-include", headers / "cuda.h", text, runs, "-shared", "-o", library
         )
+        text.unlink()
 
-    name = key(source, architecture, sorted(defines.items()), replaced)
+    name = key(parts, architecture, sorted(defines.items()), replaced)
     library = ctypes.CDLL(str(once(folder / f"{name}.so", make)))
     library.turning = turning
     library.emulation_failure.restype = ctypes.c_char_p
@@ -264,12 +267,30 @@ def build(
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """Where the builds are, of all files and test processes."""
-    own = tmp_path_factory.getbasetemp()
-    common = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    (common / "emulated").mkdir(exist_ok=True)
-    return common / "emulated"
+def folder():
+    """Where the builds are, of all files, test processes and runs, until a header, the emulation, the compiler or the processor is another one."""
+    seen, builds = hashlib.sha256(), inline_loader.KERNELS.parent / "build" / "emulated"
+    of_cuda = [HEADERS / name for name in ("cuda.h", "cuda_fp16.h", "cuda_bf16.h")]
+    for path in [
+        *sorted(inline_loader.KERNELS.rglob("*.*h")),
+        *sorted(EMULATION.iterdir()),
+        *of_cuda,
+        Path(__file__),
+    ]:
+        seen.update(path.read_bytes() if path.is_file() else b"")
+    seen.update(subprocess.run([COMPILER, "--version"], capture_output=True).stdout)
+    flags = (
+        re.search("^flags.*", Path("/proc/cpuinfo").read_text(), re.M)
+        if Path("/proc/cpuinfo").exists()
+        else None
+    )
+    seen.update(flags[0].encode() if flags else b"")
+    own = builds / seen.hexdigest()[:16]
+    own.mkdir(parents=True, exist_ok=True)
+    os.utime(own)
+    for other in sorted(builds.iterdir(), key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
+        shutil.rmtree(other, ignore_errors=True)
+    return own
 
 
 @pytest.fixture

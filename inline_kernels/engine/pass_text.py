@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from .graph import Node
 from .naming import TYPES, Names, identifier, index_of, literal, local
 from .passes import Array, Key, Program, Unsupported
-from .scalars import SCALARS, compared
+from .scalars import SCALARS, compared, text_of
 
 
 def in_one_line(lines: Sequence[str]) -> str:
@@ -161,7 +161,9 @@ class PassText:
         if node.is_scalar_op:
             args = [self._operand(a, scope) for a in node.args]
             rounded = node.op == "mul" and node in self.program.measured
-            text = "math::product({0}, {1})" if rounded else SCALARS[node.op].text
+            precise = self.real(scope) == "double"
+            text = SCALARS[node.op].text if precise else text_of(node, self.program.on_cpu)
+            text = "math::product({0}, {1})" if rounded else text
             return text.format(*compared(node.op, args, node.args)), ""
         if node.op in ("put", "upsample"):
             return self._spread(node, scope), ""
