@@ -377,7 +377,7 @@ def assert_module_follows_rule(module, model: torch.nn.Module, x: torch.Tensor, 
 
 
 def assert_within_limits(errors_of, x: torch.Tensor) -> None:
-    """errors_of(x) gives errors and complaints. Judged as in checks.py, where draws are of the incoming gradient and of the input's last digits:
+    """errors_of(x) gives errors and complaints. Judged as in checks.py, but for what cancels; draws are of the incoming gradient and of the input's last digits:
     x comes in sizes that are at most 6 % apart."""
     complaints: list[str] = []
 

@@ -711,6 +711,7 @@ def test_each_pass_goes_the_other_way(monkeypatch):
         (85, "half_t", "80", 0),
         (52, "float", "90a", 0),
         (92, "double", "90a", 0),
+        (92, "float", "90a", 0),
         (85, "bfloat16_t", "90a", 1),
         (52, "bfloat16_t", "90a", 1),
         (92, "float", "90a", 1),

@@ -67,6 +67,16 @@ def classes(lesson: str) -> dict[str, type]:
     return {kind: space[kind] for kind in KINDS[lesson]}
 
 
+def test_both_lessons_walk_alike():
+    texts = {
+        "".join(cell["source"])
+        for lesson in KINDS
+        for cell in json.loads((ROOT / "notebooks" / f"{lesson}.ipynb").read_text(encoding="utf-8"))["cells"]
+        if cell["id"] == "walk"
+    }
+    assert len(texts) == 1
+
+
 RUNGS = [(lesson, kind) for lesson in KINDS for kind in classes(lesson).values()]
 every_rung = pytest.mark.parametrize(
     "lesson, kind", RUNGS, ids=[f"{lesson[:2]}-{kind.__name__}" for lesson, kind in RUNGS]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from .graph import Node
 from .naming import TYPES, Names, identifier, index_of, literal, local
 from .passes import Array, Key, Program, Unsupported
-from .scalars import SCALARS, compared, text_of
+from .scalars import SCALARS, compared, formula_of
 
 
 def in_one_line(lines: Sequence[str]) -> str:
@@ -162,7 +162,7 @@ class PassText:
             args = [self._operand(a, scope) for a in node.args]
             rounded = node.op == "mul" and node in self.program.measured
             precise = self.real(scope) == "double"
-            text = SCALARS[node.op].text if precise else text_of(node, self.program.on_cpu)
+            text = SCALARS[node.op].text if precise else formula_of(node, self.program.on_cpu)
             text = "math::product({0}, {1})" if rounded else text
             return text.format(*compared(node.op, args, node.args)), ""
         if node.op in ("put", "upsample"):

@@ -90,7 +90,7 @@ def _extreme_derivative(sign: int) -> Callable:
 
 SCALARS: dict[str, Scalar] = dict(
     [
-        # Arithmetic. A pass divides by a number as `text_of` says.
+        # Arithmetic. Division by a number: see `formula_of`.
         ("add", Scalar("{0} + {1}", lambda g, y, a, b: (g, g), linear=True)),
         ("sub", Scalar("{0} - {1}", lambda g, y, a, b: (g, -g), linear=True)),
         ("mul", Scalar("{0} * {1}", lambda g, y, a, b: (g * b, g * a))),
@@ -196,14 +196,13 @@ SCALARS: dict[str, Scalar] = dict(
 )
 
 
-def text_of(node, on_cpu: bool) -> str:
-    """How it is computed for many. Eager's GPU multiplies by the reciprocal of any number, and a CPU's passes by that of one that is
-    neither zero nor too large, as far as that is known."""
-    if node.op != "div":
-        return SCALARS[node.op].text
-    by = node.args[1]
-    is_usual = by.op == "count" or by.op == "const" and 2.0**-126 <= abs(by.attr) <= 2.0**126
-    return "{0} * (real(1) / {1})" if is_usual or by.is_leaf("scalar") and not on_cpu else "{0} / {1}"
+def formula_of(node, on_cpu: bool) -> str:
+    """C++ text of how it is computed at positions: as eager, whose GPU divides by a number by multiplying by its reciprocal."""
+    if node.op == "div" and not on_cpu:
+        by = node.args[1]
+        if by.op in ("const", "count") or by.is_leaf("scalar"):
+            return "{0} * (real(1) / {1})"
+    return SCALARS[node.op].text
 
 
 # Of operations that take more than one instruction, about how many.

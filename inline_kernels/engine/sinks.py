@@ -156,7 +156,7 @@ class _Composer:
         for i in range(len(self.program.passes)):
             if i not in parts:
                 structs += [*self.lines[i], ""]
-                body += [self._loaded(i), *source.merging(self.program, i)]
+                body += [self._loaded(i, parts), *source.merging(self.program, i)]
                 continue
             structs += parts[i].lines
             locals_ += [
@@ -278,7 +278,7 @@ class _Composer:
         reads = [text.reads_v or "stored" in text.pointers for text in self.program.texts]
         return not self.program.texts[own].scalar and not any(reads[own + 1 :])
 
-    def _loaded(self, number: int) -> str:
+    def _loaded(self, number: int, parts: Mapping[int, Pass]) -> str:
         each, text = self.program.passes[number], self.program.texts[number]
         given = source.given_few(self.program) if isinstance(each, Small) else {}
         struct = f"Pass{number}{{{', '.join(given.get(m, m) for m in text.members)}}}"
@@ -286,7 +286,9 @@ class _Composer:
             level, channels = each.level, "1" if each.by_sample else "C"
             v = "stored" if text.reads_v else "nullptr"
             extent = f"load::Extent(N, {channels}, {level}_D, {level}_H, {level}_W)"
-            return f"load::planes({struct}, {extent}, {v}, load::down(parts_{number}), stream);"
+            behind = 1 + max((i for i in parts if i < number), default=-1)  # the mainloop, which goes up
+            shares = source.in_parts(self.program, number, behind)
+            return f"load::planes({struct}, {extent}, {v}, {shares}, stream);"
         return source.small_call(self.program, number, struct)
 
 

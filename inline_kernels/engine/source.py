@@ -255,8 +255,7 @@ _TURNED = {"v": "planes_of_v", "dz": "planes_to_v", "y": "planes_to_y", "dy": "p
 
 
 def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
-    """A pass goes over memory the other way than the one before: what that touched last the L2 cache still has."""
-    calls, order = [], "up"
+    calls = []
     for i, each in enumerate(program.passes):
         if isinstance(each, Planes):
             v, skeleton, layout = "v" if program.texts[i].reads_v else "nullptr", "planes", ""
@@ -268,13 +267,19 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
                     skeleton = "sums_of_v"
             if each.by_sample:
                 skeleton, v = "by_sample", f"C, {v}"
-            order = "up" if order == "down" else "down"
-            parts = f"load::{order}(parts_{i})"
+            parts = in_parts(program, i)
             calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, {parts}{layout}, stream);")
             calls += merging(program, i)
         else:
             calls.append(small_call(program, i, made[i]))
     return calls
+
+
+def in_parts(program: Program, number: int, first: int = 0) -> str:
+    """How blocks share planes, and in which order those come: a GPU's pass goes over memory the other way than the one before, whose end the L2 cache
+    still has, the pass `first` down."""
+    before = sum(isinstance(each, Planes) for each in program.passes[first:number])
+    return f"load::{'up' if before % 2 else 'down'}(parts_{number})"
 
 
 def merging(program: Program, number: int) -> list[str]:

@@ -10,6 +10,7 @@ all that it relies on. What only a launch depends on, its launcher plans.
   (kernels/conv/narrow2d_tile.cuh, kernels/grad/selected/units.cuh).
 - wide: a 2-D convolution with many channels, as a product of the weights with shifted rows of x. Here are the rules of where it runs
   alone: its tiles, scratch and launches are planned beside the kernels (kernels/conv/wide.cuh).
+- stream: any convolution, on capability 9.0. Here is what its views of patches have room for (kernels/conv/stream_views.cuh).
 
 An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes that may be symbolic, so
 it asks for as few of them as it can. A plan exists wherever there is no obstacle; it is made of ints, and kept.
@@ -393,8 +394,8 @@ def stream_obstacle(x: Tensor, dtype: torch.dtype):
 
 
 class Views(NamedTuple):
-    """What kernels/conv/stream_views.cuh has of an image: positions of a sample, from the first result to the last, with what lies between rows; products
-    of a tile; has shared memory room for two stages of a team?"""
+    """Of stream by views of patches: positions of a sample, from the first result to the last, with what lies between rows; products of a
+    tile; ahead: has shared memory two stages for each team?"""
 
     positions: int
     products: int

@@ -204,8 +204,8 @@ void turned(const Pass& pass, const Extent& extent, const value_t* values, const
                  unsigned(tiles), layout == kForTf32);
   }
 }
-template <class Pass, Order order>
-void units(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, Parts<order> parts, cudaStream_t stream);
+template <class Pass>
+void units(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts, cudaStream_t stream);
 
 // A pass that sums what it makes of v, and writes nothing at positions: turned, it needs no tiles.
 template <class Pass, Order order>
@@ -223,7 +223,7 @@ template <class Pass, Order order>
 void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, Parts<order> parts, int64_t layout,
                  cudaStream_t stream) {
   if constexpr (!kLast)
-    if (layout == kUnits) return units(pass, extent, v, gradient, parts, stream);
+    if (layout == kUnits) return units(pass, extent, v, gradient, parts.count, stream);  // up
   turned<Tiled::kWritten>(pass, extent, v, nullptr, gradient, parts, layout, stream);
 }
 

@@ -84,21 +84,21 @@ units_kernel(const Pass pass, const Extent extent, const value_t* values, uint4*
 }
 
 // gradient: of grad::packed_size elements.
-template <class Pass, Order order>
-void units(const Pass& pass, const Extent& extent, const value_t* values, value_t* gradient, Parts<order> parts,
+template <class Pass>
+void units(const Pass& pass, const Extent& extent, const value_t* values, value_t* gradient, int64_t parts,
            cudaStream_t stream) {
   if constexpr (sizeof(value_t) <= 4) {
     const unsigned tiles = unsigned((extent.C + kTileChannels - 1) / kTileChannels), N = unsigned(extent.N);
     const grad::Scales scales = grad::scales_of(gradient, extent.N, extent.C, extent.positions());
     const auto launch = [&](Packing packing, unsigned blocks) {
       launch_early(units_kernel<Pass>, N * blocks, kPlaneThreads, stream, pass, extent, values, reinterpret_cast<uint4*>(gradient),
-                   scales, unsigned(parts.count), tiles, blocks, packing);
+                   scales, unsigned(parts), tiles, blocks, packing);
     };
     if (sizeof(value_t) == 4) {
       cudaMemsetAsync(scales.seen, 0, 2 * extent.N * sizeof(uint32_t), stream);
-      launch(Packing::kLooksAhead, seen_of(unsigned(parts.count)) * tiles);
+      launch(Packing::kLooksAhead, seen_of(unsigned(parts)) * tiles);
     }
-    launch(Packing::kFirst, unsigned(parts.count) * tiles);
+    launch(Packing::kFirst, unsigned(parts) * tiles);
     if (sizeof(value_t) == 4) launch(Packing::kAgain, kAgainBlocks);
   }
 }
