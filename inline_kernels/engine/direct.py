@@ -35,7 +35,7 @@ from .graph import ELEMENTS, Node, order
 from .launching import Entry, Launch, new_of
 from .mainloops import Job, Mainloop
 from .passes import Array, Program, Root, Unsupported, over_windows
-from .scalars import compared, formula_of
+from .scalars import SCALARS, compared
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
@@ -227,7 +227,10 @@ class _Writer:
         operands = compared(node.op, operands, node.args)
         operands = [f"({text})" if text.startswith("-") else text for text in operands]
         name = known[node] = f"{node.op}{node.id}"
-        lines.append(f"const auto {name} = {formula_of(node, on_cpu=False).format(*operands)};")
+        # By a number eager's GPU multiplies.
+        by_number = node.op == "div" and _is_number(node.args[1])
+        text = "{0} * (real(1) / {1})" if by_number else SCALARS[node.op].text
+        lines.append(f"const auto {name} = {text.format(*operands)};")
 
     def _value(self, node: Node, known: dict[Node, str]) -> str:
         if node.op == "count":

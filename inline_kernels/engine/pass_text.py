@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from .graph import Node
 from .naming import TYPES, Names, identifier, index_of, literal, local
 from .passes import Array, Key, Program, Unsupported
-from .scalars import SCALARS, compared, formula_of
+from .scalars import SCALARS, compared
 
 
 def in_one_line(lines: Sequence[str]) -> str:
@@ -161,9 +161,7 @@ class PassText:
         if node.is_scalar_op:
             args = [self._operand(a, scope) for a in node.args]
             rounded = node.op == "mul" and node in self.program.measured
-            precise = self.real(scope) == "double"
-            text = SCALARS[node.op].text if precise else formula_of(node, self.program.on_cpu)
-            text = "math::product({0}, {1})" if rounded else text
+            text = "math::product({0}, {1})" if rounded else SCALARS[node.op].text
             return text.format(*compared(node.op, args, node.args)), ""
         if node.op in ("put", "upsample"):
             return self._spread(node, scope), ""

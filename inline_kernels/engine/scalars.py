@@ -90,7 +90,7 @@ def _extreme_derivative(sign: int) -> Callable:
 
 SCALARS: dict[str, Scalar] = dict(
     [
-        # Arithmetic. Division by a number: see `formula_of`.
+        # Arithmetic. Division by a number stays division, as on eager's CPU; a text may multiply by the reciprocal where that is as exact.
         ("add", Scalar("{0} + {1}", lambda g, y, a, b: (g, g), linear=True)),
         ("sub", Scalar("{0} - {1}", lambda g, y, a, b: (g, -g), linear=True)),
         ("mul", Scalar("{0} * {1}", lambda g, y, a, b: (g * b, g * a))),
@@ -194,15 +194,6 @@ SCALARS: dict[str, Scalar] = dict(
         _function("elu_gradient", arity=2),
     ]
 )
-
-
-def formula_of(node, on_cpu: bool) -> str:
-    """C++ text of how it is computed at positions: as eager, whose GPU divides by a number by multiplying by its reciprocal."""
-    if node.op == "div" and not on_cpu:
-        by = node.args[1]
-        if by.op in ("const", "count") or by.is_leaf("scalar"):
-            return "{0} * (real(1) / {1})"
-    return SCALARS[node.op].text
 
 
 # Of operations that take more than one instruction, about how many.
