@@ -1,6 +1,7 @@
 # make demo       compile, check, time and plot the four models on what this machine has: ours and eager, then torch.compile beside them
 # make demo QUICK=1  the same without torch.compile
 # make test       the tests, three at a time, because some wait; TEST_PROCESSES=8 runs more
+#                 CUDA kernels that it compiled for the emulation are kept in build/emulated for the next run
 # make fuzz       500 random programs: their graphs and adjoints against autograd (tests/fuzz_engine.py --fused: their kernels)
 # make browser    notebooks in JupyterLab in a headless Chromium, which playwright brings where there is none on PATH or in $CHROMIUM
 # make sanitize   every kernel under the sanitizers: CPU kernels always, CUDA kernels where there is a GPU
