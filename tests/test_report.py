@@ -231,6 +231,17 @@ def test_a_roofline_puts_work_over_bytes():
     assert "float32: 2 TFLOP/s" in texts_of(figure) and "memory: 1 TB/s" in texts_of(figure)
 
 
+def test_labels_of_a_roofline_cover_none_another():
+    points = [
+        {"name": name, "ms": ms, "bytes": 10.0, "operations": 40.0}
+        for name, ms in (("a", 2.0), ("b", 2.0), ("c", 2.1), ("just below the roof", 0.000021))
+    ]
+    figure = charts.roofline(points, {"memory": 1e9, "float32": 2e6}, "here")
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text()]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
 def test_errors_are_hatched_past_the_limit():
     rows = [
         {"variant": name, "number": 1, "error_vs_eager": error} for name, error in (("a", 1.9), ("b", 513.0))

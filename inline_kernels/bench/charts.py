@@ -397,8 +397,8 @@ def roofline(points: list[dict], roofs: dict[str, float], title: str):
                 color="#222222",
                 linewidth=1,
             )
-        for name, peak in peaks.items():
-            axis.annotate(f"{name}: {_per_second(peak, 'FLOP')}", (high, peak / 1e9), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
+        of_roofs = [axis.annotate(f"{name}: {_per_second(peak, 'FLOP')}", (high, peak / 1e9), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8) for name, peak in peaks.items()]  # fmt: skip
+        of_points = {}
         axis.annotate(f"memory: {_per_second(memory, 'B')}", (low, low * memory / 1e9), xytext=(8, -3), textcoords="offset points", va="top", fontsize=8)  # fmt: skip
         for number, (x, point) in enumerate(zip(intensity, points)):
             y = point["operations"] / point["ms"] / 1e9
@@ -411,7 +411,7 @@ def roofline(points: list[dict], roofs: dict[str, float], title: str):
                 markersize=8,
                 linestyle="",
             )
-            axis.annotate(f"{point['name']}, {point['ms']:.3g} ms", (x, y), xytext=(8, -3), textcoords="offset points", fontsize=8)  # fmt: skip
+            of_points[axis.annotate(f"{point['name']}, {point['ms']:.3g} ms", (x, y), xytext=(8, -3), textcoords="offset points", fontsize=8, bbox=LABEL)] = y  # fmt: skip
         axis.set(
             xscale="log",
             yscale="log",
@@ -419,7 +419,21 @@ def roofline(points: list[dict], roofs: dict[str, float], title: str):
             xlabel="operations per byte moved (logarithmic)",
             ylabel="TFLOP/s (logarithmic)",
         )
+        _move_apart(sorted(of_points, key=of_points.get, reverse=True), of_roofs)
     return figure
+
+
+def _move_apart(texts: list, others: list) -> None:
+    """Moves annotations down, the highest first, until none covers another or one of the `others`, which stay."""
+    figure = others[0].figure
+    figure.canvas.draw()
+    taken = [each.get_window_extent() for each in others]
+    for text in texts:
+        for _ in range(100):  # steps of a point: more than a few labels are high
+            if not any(text.get_window_extent().overlaps(box) for box in taken):
+                break
+            text.xyann = text.xyann[0], text.xyann[1] - 1
+        taken.append(text.get_window_extent())
 
 
 def passes(variants: dict[str, dict[str, tuple[float, float]]]):
