@@ -266,30 +266,30 @@ def build(
     return Emulated(source, library_of(source, architecture, defines, replaced, folder))
 
 
-@pytest.fixture(scope="session")
-def folder():
-    """Where the builds are, of all files, test processes and runs, until a header, the emulation, the compiler or the processor is another one."""
-    seen, builds = hashlib.sha256(), inline_loader.KERNELS.parent / "build" / "emulated"
+def made_by() -> str:
+    """A digest of all that builds are made of and by, but their own sources: headers, the emulation, the compiler, the processor, this file."""
     of_cuda = [HEADERS / name for name in ("cuda.h", "cuda_fp16.h", "cuda_bf16.h")]
-    for path in [
+    paths = [
         *sorted(inline_loader.KERNELS.rglob("*.*h")),
         *sorted(EMULATION.iterdir()),
         *of_cuda,
         Path(__file__),
-    ]:
-        seen.update(path.read_bytes() if path.is_file() else b"")
-    seen.update(subprocess.run([COMPILER, "--version"], capture_output=True).stdout)
-    flags = (
-        re.search("^flags.*", Path("/proc/cpuinfo").read_text(), re.M)
-        if Path("/proc/cpuinfo").exists()
-        else None
-    )
-    seen.update(flags[0].encode() if flags else b"")
-    own = builds / seen.hexdigest()[:16]
+    ]
+    parts = [path.read_bytes() for path in paths]
+    parts.append(subprocess.run([COMPILER, "--version"], capture_output=True).stdout)
+    parts += re.findall(rb"^flags.*", Path("/proc/cpuinfo").read_bytes(), re.M)[:1]  # for -march=native
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
+
+
+@pytest.fixture(scope="session")
+def folder():
+    """Where the builds are, of all files, test processes and runs that make them alike."""
+    builds = inline_loader.KERNELS.parent / "build" / "emulated"
+    own = builds / made_by()
     own.mkdir(parents=True, exist_ok=True)
     os.utime(own)
-    for other in sorted(builds.iterdir(), key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
-        shutil.rmtree(other, ignore_errors=True)
+    for older in sorted(builds.iterdir(), key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
+        shutil.rmtree(older, ignore_errors=True)
     return own
 
 

@@ -168,6 +168,7 @@ class Mainloop(NamedTuple):
             raise Unsupported(f"the copy engine's strides go to 8, its offsets to {most}")
 
     def in_words(self, job: Job) -> str:
+        """Its name, and how it goes about it, for `plan`."""
         by_views = self.walks and self.defines(job)["FOLDED"] == choice.VIEWS
         return self.name + " by views of patches" * by_views
 
