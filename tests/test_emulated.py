@@ -268,14 +268,8 @@ def build(
 
 def made_by() -> str:
     """A digest of all that builds are made of and by, but their own sources: headers, the emulation, the compiler, the processor, this file."""
-    of_cuda = [HEADERS / name for name in ("cuda.h", "cuda_fp16.h", "cuda_bf16.h")]
-    paths = [
-        *sorted(inline_loader.KERNELS.rglob("*.*h")),
-        *sorted(EMULATION.iterdir()),
-        *of_cuda,
-        Path(__file__),
-    ]
-    parts = [path.read_bytes() for path in paths]
+    own = [*sorted(inline_loader.KERNELS.rglob("*.*h")), *sorted(EMULATION.iterdir()), Path(__file__)]
+    parts = [path.read_bytes() for path in (*own, HEADERS / "cuda_fp16.h")]
     parts.append(subprocess.run([COMPILER, "--version"], capture_output=True).stdout)
     parts += re.findall(rb"^flags.*", Path("/proc/cpuinfo").read_bytes(), re.M)[:1]  # for -march=native
     return hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
