@@ -115,6 +115,10 @@ LIBRARY_WEIGHT_OPERATIONS = {2: 700e6, 4: 143e6}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
 LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
 INPUT_OPERATIONS = {True: 560e6, False: 320e6}
+# The library's of x, of volumes in TF32, of which it computes 128 channels in at once below 32, and 32 channels out (fitted to steps with dx of
+# RECORD: 46e6 to 122e6; with 3 channels in half of that); of images with few channels, for each, at least as of 8 (24e6 of 8, in float32 7e6 of 8, 18e6 of 16).
+LIBRARY_VOLUMES_INPUT = 110e6
+LIBRARY_FEW_INPUT, LIBRARY_FEW_INPUT_FLOAT32 = {2: 7e6, 4: 3.5e6}, 1.1e6
 # Of few channels in, in float32: the library's for each channel, at least as of 8, and at most (steps of benchmarks/results/fuse/2026-11-26-h100-train.json
 # less what their passes' bytes take: 19e6 to 21e6 with 8 channels to 64, 12e6 to 32, 32e6 with 16 to 64; of others not measured); those of
 # kernels/grad/narrow2d_weight.cuh, three for one, by what steps gained (…-later-train.json), and what its launches take, predicted.
@@ -188,20 +192,28 @@ def stream_columns(
     return fastest, found[fastest]
 
 
+def stream_microseconds(
+    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
+) -> float:
+    """Of stream's products and of what packs for them."""
+    products = stream_columns(filters, positions, itemsize, device, how)[1] * how.passes
+    packed = math.prod(filters) + how.packs * math.prod(image)
+    launches = 1 + how.packs + 2 * (itemsize == 4)
+    moved = packed * (itemsize + 2 + 2 * how.split) / (PASS_BYTES * device.scale.memory)
+    return products + launches * PACKING_START + moved
+
+
 def stream_loses(
     image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
 ) -> str | None:
     """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None."""
     x, weights, v = math.prod(image), math.prod(filters), positions * filters[0]
     bytes_a_time = PASS_BYTES * device.scale.memory
-    ours = stream_columns(filters, positions, itemsize, device, how)[1] * how.passes
+    ours = stream_microseconds(image, filters, positions, itemsize, device, how)
+    products = stream_columns(filters, positions, itemsize, device, how)[1] * how.passes
     reading = how.passes * (PACKING_START + v * itemsize / bytes_a_time)
-    if how.folded != VIEWS and how.views is not None and how.views + reading < ours:
+    if how.folded != VIEWS and how.views is not None and how.views + reading < products:
         return "v by views of patches, and passes over it, take less time"
-    launches = 1 + how.packs + 2 * (itemsize == 4)
-    ours += (
-        launches * PACKING_START + (weights + how.packs * x) * (itemsize + 2 + 2 * how.split) / bytes_a_time
-    )
     moved = (x + weights + v) * itemsize / bytes_a_time
     rate = LIBRARY_OPERATIONS[itemsize]
     if how.split:
@@ -267,10 +279,10 @@ def few_weights_gradient(
 def input_gradient(
     image: Sequence[int], filters: Sequence[int], itemsize: int, device
 ) -> tuple[float, float]:
-    """The same of x's gradient. The library's is channels last first."""
+    """The same of x's gradient."""
     outputs, channels, height, width = filters
     x, bytes_a_time, rates = math.prod(image), PASS_BYTES * device.scale.memory, device.scale.compute
-    dz = image[0] * outputs * (image[2] - height + 1) * (image[3] - width + 1)
+    dz = _positions(image, filters) * outputs
     by_wgmma = (
         device.capability == (9, 0) and channels <= 64 and image[3] <= 128
     )  # a tile is a row of all channels
@@ -278,8 +290,27 @@ def input_gradient(
     products = 2 * image[0] * image[2] * columns * padded * outputs * height * width
     products /= INPUT_OPERATIONS[by_wgmma] * rates
     ours = 3 * PACKING_START + max(products, (2 * dz + itemsize * x) / bytes_a_time)
-    theirs = 2 * dz * channels * height * width / (LIBRARY_INPUT_OPERATIONS[itemsize] * rates)
-    return ours, LIBRARY_STARTS[itemsize] + theirs + 2 * itemsize * x / bytes_a_time
+    return ours, library_input_gradient(image, filters, itemsize, device, dz)
+
+
+def library_input_gradient(
+    image: Sequence[int], filters: Sequence[int], itemsize: int, device, dz: int, tf32: bool = True
+) -> float:
+    """Microseconds of x's gradient by the library; channels last first but for volumes in float32. dz: its elements. tf32: does it run that
+    where values are float32?"""
+    outputs, channels, *kernel = filters
+    bytes_a_time, products = PASS_BYTES * device.scale.memory, 2 * dz * channels * math.prod(kernel)
+    rate, turned = LIBRARY_INPUT_OPERATIONS[itemsize], math.prod(image)
+    if itemsize == 4 and len(kernel) == 3:
+        products *= -(-outputs // 32) * 32 / outputs * (max(channels, 128) / channels if channels < 32 else 1)
+        rate = LIBRARY_VOLUMES_INPUT
+    elif channels < 64:
+        few = LIBRARY_FEW_INPUT[itemsize] if tf32 else LIBRARY_FEW_INPUT_FLOAT32
+        rate, turned = min(rate, few * max(channels, 8)), turned + dz
+    if itemsize == 4 and not tf32:
+        rate = min(rate, LIBRARY_FLOAT32)
+    moved = 2 * itemsize * turned / bytes_a_time
+    return LIBRARY_STARTS[itemsize] + products / (rate * device.scale.compute) + moved
 
 
 _silent = threading.local()

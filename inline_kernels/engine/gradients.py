@@ -3,24 +3,35 @@
 - PACKED: kernels/grad/packed_weight.cuh and packed_input.cuh. That pass then writes dz in 16 bits, as tensor cores take it
   (kernels/load/units.cuh). A float32 is one float16 under a scale for each sample: as exact as TF32, which eager runs for that gradient, or else
   the library serves.
-- FEW: kernels/grad/narrow2d_weight.cuh, for few channels in, of dz in planes, in float32's accuracy whatever eager runs. That of x is the library's.
+- FEW: kernels/grad/narrow2d_weight.cuh, for few channels in, of dz in planes, in float32's accuracy whatever eager runs.
+- STREAM: kernels/grad/stream_input.cuh, for x, of dz in planes: a convolution of few channels in or of volumes, for which the library's gradient
+  computes many more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import inline_loader
 
-from . import choice, library, mainloops, precision, tiling
+from . import choice, layouts, library, mainloops, precision, tiling
 from .cases import CTYPES
 
-PACKED, FEW = "packed", "few"
+PACKED, FEW, STREAM = "packed", "few", "stream"
 MOST_CHANNELS = 16  # in, that are few
+
+
+class Ways(NamedTuple):
+    """What gives the gradients of x and of the weight; None: the library, or nobody."""
+
+    x: str | None = None
+    weight: str | None = None
+
 
 _TEXT = """// The gradient of {of}
 #include "grad/packed_{name}.cuh"
@@ -43,15 +54,32 @@ EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> x, cudaS
 }}
 """
 
+_STREAM_TEXT = """// The gradient of {of}
+#include "grad/stream_input.cuh"
 
-def fastest(segment, x: Tensor, weight: Tensor, dx: bool, in_units: bool) -> str | None:
-    """What gives the weight's gradient, where x has one as `dx` says; None: the library. in_units: can dz be written in 16 bits?"""
-    times = {}
-    if few_obstacle(segment, x, weight, dx) is None:
-        times[FEW] = few_expected(x, weight, dx)[0]
-    if in_units and obstacle(segment, x, weight, dx) is None:
-        times[PACKED] = expected(x, weight, dx)[0]
-    return min(times, key=lambda way: times[way], default=None)
+using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {taps}>;
+
+EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> weight, cudaStream_t stream) {{
+  {walk}
+  grad::stream_input<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, FOLDED>(gradient, dz, weight, walk, stream);
+}}
+"""
+
+
+def fastest(segment, x: Tensor, weight: Tensor, dx: bool, dw: bool, in_units: bool) -> Ways:
+    """What gives those that are asked for. in_units: can dz be written in 16 bits?"""
+    of_x = STREAM if dx and stream_obstacle(segment, x, weight) is None else None
+    of_weight = FEW if dw and few_obstacle(segment, x, weight) is None else None
+    if dw and in_units and obstacle(segment, x, weight, dx) is None:
+        given = x.shape, weight.shape, x.element_size(), tiling.device_properties(x.device.index)
+        of_each = [few_expected(x, weight)[0] if of_weight else choice.weight_gradient(*given)[1]]
+        if dx:
+            of_each.append(
+                stream_expected(segment, x, weight)[0] if of_x else choice.input_gradient(*given)[1]
+            )
+        if expected(x, weight, dx)[0] <= sum(of_each):
+            return Ways(PACKED if dx else None, PACKED)
+    return Ways(of_x, of_weight)
 
 
 def _plain_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
@@ -66,7 +94,7 @@ def _plain_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
     return None
 
 
-def few_obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
+def few_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
     """Why FEW can't give the weight's gradient, or is not faster than the library; or None."""
     if reason := _plain_obstacle(segment, x, weight):
         return reason
@@ -74,16 +102,88 @@ def few_obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
         return "there are many channels in"
     if reason := tiling.few_weights_obstacle(x, weight):
         return reason
-    ours, theirs = few_expected(x, weight, dx)
+    ours, theirs = few_expected(x, weight)
     return "the library is faster at such sizes" if theirs <= ours else None
 
 
-def few_expected(x: Tensor, weight: Tensor, dx: bool) -> tuple[float, float]:
-    """Microseconds, by ours and by the library, which gives that of x in either case."""
+def few_expected(x: Tensor, weight: Tensor) -> tuple[float, float]:
+    """Microseconds, by ours and by the library."""
     device, blocks = tiling.device_properties(x.device.index), tiling.few_weights(weight).blocks
-    ours, theirs = choice.few_weights_gradient(x.shape, weight.shape, blocks, device)
-    of_x = choice.input_gradient(x.shape, weight.shape, x.element_size(), device)[1] if dx else 0.0
-    return ours + of_x, theirs + of_x
+    return choice.few_weights_gradient(x.shape, weight.shape, blocks, device)
+
+
+class _Turned(NamedTuple):
+    """x's gradient as a convolution of dz with the filters turned round: that one's image and filters, and how they go over it."""
+
+    image: tuple[int, ...]
+    filters: tuple[int, ...]
+    walk: mainloops.Walk
+    settings: (
+        precision.Settings | None
+    )  # of the convolution itself, or None where it pads by more behind than before
+
+    @classmethod
+    def of(cls, segment, x: Tensor, weight: Tensor) -> _Turned:
+        walk, (C, channels, *taps) = mainloops.walk_of(segment, weight), weight.shape
+        reach = [(k - 1) * dilation for k, dilation in zip(taps, walk.dilation)]
+        padded = [sum(each) for each in zip(x.shape[2:], walk.before, walk.behind)]
+        image = x.shape[0], C, *[size - each for size, each in zip(padded, reach)]
+        before, behind = ([a - b for a, b in zip(reach, each)] for each in (walk.before, walk.behind))
+        same = walk.before == walk.behind
+        settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
+        walk = mainloops.Walk((1,) * len(taps), before, behind, walk.dilation)
+        return cls(image, (channels, C, *taps), walk, settings)
+
+    def runs_tf32(self, x: Tensor, weight: Tensor) -> bool:
+        """Does eager, for that gradient?"""
+        return bool(self.settings and precision.runs_tf32(x, weight, "dx", self.settings))
+
+    def streamed(self, x: Tensor, weight: Tensor) -> choice.Streamed:
+        split = x.dtype == torch.float32 and not self.runs_tf32(x, weight)
+        device, how = tiling.device_properties(x.device.index), choice.Streamed(split=split, alone=True)
+        given = self.image, self.filters, self.walk, _positions(x), x.element_size()
+        return tiling.streamed(*given, how, device, stores=True)
+
+
+def _positions(x: Tensor) -> int:
+    return x.shape[0] * math.prod(x.shape[2:])
+
+
+def stream_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
+    """Why STREAM can't give x's gradient, or is not faster than the library; or None."""
+    conv = segment.conv
+    if library.device_type(x) != "cuda" or weight.dim() < 4 or conv.is_nothing:
+        return "it convolves on a GPU, in two dimensions or three"
+    if not all(type(size) is int for size in (*x.shape, *weight.shape)):
+        return "sizes are not known"
+    if conv.groups != 1 or {*conv.stride} != {1} or conv.padding_mode != "zeros":
+        return "the convolution has groups, a stride or no zeros around its image"
+    if reason := tiling.stream_obstacle(x, x.dtype):
+        return reason
+    if library.is_channels_last(x, weight) or layouts.fastest(segment, x, weight, "dx") != layouts.PLANES:
+        return "the library takes its operands channels last"
+    turned = _Turned.of(segment, x, weight)
+    if min(*turned.walk.before, *turned.walk.behind) < 0:
+        return "the image has more around it than the filter"
+    if min(turned.image) < 1:
+        return "there is nothing to convolve"
+    by_views = turned.streamed(x, weight).folded == choice.VIEWS
+    if not by_views and mainloops.copies_obstacle(
+        turned.walk, weight.shape[2:], (1,) * len(weight.shape[2:])
+    ):
+        return "the filter reaches too far"
+    ours, theirs = stream_expected(segment, x, weight)
+    return "the library is faster at such sizes" if theirs <= ours else None
+
+
+def stream_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
+    """Microseconds, by ours and by the library."""
+    turned, device = _Turned.of(segment, x, weight), tiling.device_properties(x.device.index)
+    itemsize = x.element_size()
+    how, tf32 = turned.streamed(x, weight), turned.runs_tf32(x, weight)
+    ours = choice.stream_microseconds(turned.image, turned.filters, _positions(x), itemsize, device, how)
+    dz = math.prod(turned.image)
+    return ours, choice.library_input_gradient(x.shape, weight.shape, itemsize, device, dz, tf32)
 
 
 def obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
@@ -119,63 +219,80 @@ def size(N: int, C: int, positions: int, dtype: torch.dtype) -> int:
     return N * C * positions // 2 + 2 * N if dtype == torch.float32 else N * C * positions
 
 
-def requests(way: str, segment, x: Tensor, weight: Tensor, dx: bool) -> list[dict]:
-    """What is built: for the weight, and by PACKED with dx for x, whose row may be one tile."""
+def requests(ways: Ways, segment, x: Tensor, weight: Tensor) -> dict[str, dict]:
+    """What is built, for "x" and the "weight"."""
     capability, shared, *_ = tiling.device_properties(x.device.index)
-    defines = tiling.spatial_defines(weight.shape) | {"VALUE_T": CTYPES[x.dtype], "OUTPUT_T": CTYPES[x.dtype]}
-    defines["SHARED_LIMIT"] = shared
-    if way == FEW:
-        known = {"weight": (_FEW_TEXT, {"DZ_ALIGNED": math.gcd(x.shape[3] - weight.shape[3] + 1, 4)})}
-    else:
-        defines["CAPABILITY"] = 90 if capability == (9, 0) else 80
+    known = {"VALUE_T": CTYPES[x.dtype], "OUTPUT_T": CTYPES[x.dtype], "SHARED_LIMIT": shared}
+    spatial, own, texts = tiling.spatial_defines(weight.shape), segment.conv.name or "the convolution", {}
+    if ways.weight == FEW:
+        aligned = math.gcd(x.shape[3] - weight.shape[3] + 1, 4)
+        texts["weight"] = _FEW_TEXT, {}, spatial | {"DZ_ALIGNED": aligned}
+    elif ways.weight == PACKED:
         planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
         by_size = {name: planned[name] for name in ("ONE_TILE", "COUNTS_IN_INT")}
-        known = {"weight": (_TEXT, dict.fromkeys(by_size, 0))} | ({"input": (_TEXT, by_size)} if dx else {})
-    own = segment.conv.name or "the convolution"
-    return [
-        {
-            "name": f"gradient_of_{name}",
-            "source": text.format(of=f"the {name} of {own}", name=name),
-            "device": "cuda",
-            "defines": defines | sizes,
+        spatial["CAPABILITY"] = 90 if capability == (9, 0) else 80
+        texts["weight"] = _TEXT, {}, spatial | dict.fromkeys(by_size, 0)
+        if ways.x:  # whose row may be one tile
+            texts["input"] = _TEXT, {}, spatial | by_size
+    if ways.x == STREAM:
+        turned, axes = _Turned.of(segment, x, weight), "DHW"[5 - weight.dim() :]
+        words = {
+            "taps": ", ".join(f"KERNEL_{axis}" for axis in axes),
+            "walk": mainloops.walk_text(len(axes)),
         }
-        for name, (text, sizes) in known.items()
-    ]
-
-
-def gives_both(way: str | None) -> bool:
-    """Is the gradient of x ours, too?"""
-    return way == PACKED
+        defines = tiling.stream_defines(x, turned.filters, _positions(x), turned.streamed(x, weight))
+        texts["input"] = _STREAM_TEXT, words, defines | mainloops.walk_defines(turned.walk)
+    return {
+        name: {
+            "name": f"gradient_of_{name}",
+            "source": text.format(of=f"the {name} of {own}", name=name, **words),
+            "device": "cuda",
+            "defines": known | defines,
+        }
+        for name, (text, words, defines) in texts.items()
+    }
 
 
 def planned(
-    way: str, segment, x: Tensor, weight: Tensor, dx: bool
-) -> Callable[..., tuple[Tensor | None, Tensor]]:
-    """(dx or None, dweight) of (dz, x, weight), for such arguments."""
-    of_weight, *of_input = [
-        inline_loader.load(**request).backward.bound() for request in requests(way, segment, x, weight, dx)
-    ]
+    ways: Ways, segment, x: Tensor, weight: Tensor
+) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
+    """The gradients of x and the weight that are ours, of (dz, x, weight), for such arguments; None for others."""
+    launches = {
+        name: inline_loader.load(**request).backward.bound()
+        for name, request in requests(ways, segment, x, weight).items()
+    }
+    of_input, of_weight = launches.get("input"), launches.get("weight")
     sizes = tuple(x.shape), tuple(weight.shape)
 
-    def run(dz: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor]:
-        dx, dweight = x.new_empty(sizes[0]) if of_input else None, x.new_empty(sizes[1])
-        of_weight(dweight, dz, library.contiguous(x))
-        for launch in of_input:
-            launch(dx, dz, library.contiguous(weight))
+    def run(dz: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        dx = dweight = None
+        if of_weight:
+            dweight = x.new_empty(sizes[1])
+            of_weight(dweight, dz, library.contiguous(x))
+        if of_input:
+            dx = x.new_empty(sizes[0])
+            of_input(dx, dz, library.contiguous(weight))
         return dx, dweight
 
     return run
 
 
-def in_words(way: str, segment, x: Tensor, weight: Tensor) -> str:
-    """Where ours gives the weight's."""
-    dx = way == PACKED and obstacle(segment, x, weight, True) is None
-    ours, theirs = map(round, few_expected(x, weight, False) if way == FEW else expected(x, weight, dx))
-    what = (
-        "the gradients of weight and x by kernels"
-        if dx
-        else "the weight's gradient by a kernel"
-        if way == FEW
-        else "the weight's gradient, where x has none, by a kernel"
-    )
-    return f"{what} of our own ({ours} µs expected, {theirs} by the library)"
+def in_words(segment, x: Tensor, weight: Tensor, in_units: bool) -> list[str]:
+    """What ours give."""
+
+    def given(what: str, times: tuple[float, float]) -> str:
+        ours, theirs = map(round, times)
+        return f"{what} of our own ({ours} µs expected, {theirs} by the library)"
+
+    alone = fastest(segment, x, weight, False, True, in_units).weight
+    both = fastest(segment, x, weight, True, True, in_units)
+    words = []
+    if both.x == PACKED:
+        return [given("the gradients of weight and x by kernels", expected(x, weight, True))]
+    if alone:
+        where = ", where x has none," * (both.weight != alone)
+        times = few_expected(x, weight) if alone == FEW else expected(x, weight, False)
+        words.append(given(f"the weight's gradient{where} by a kernel", times))
+    if both.x:
+        words.append(given("x's gradient by a kernel", stream_expected(segment, x, weight)))
+    return words

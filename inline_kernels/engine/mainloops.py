@@ -44,8 +44,19 @@ def walk_of(segment, weight: Tensor) -> Walk:
     return Walk(conv.stride, before, behind, conv.dilation)
 
 
-def walk_defines(segment, weight: Tensor) -> dict[str, int]:
-    walk = walk_of(segment, weight)._asdict().items()
+def copies_obstacle(walk: Walk, taps: Sequence[int], window: Sequence[int]) -> str | None:
+    """Why the copy engine can't gather what such taps meet, of windows of v; or None."""
+    reach = [(k - 1) * dilation for k, dilation in zip(taps, walk.dilation)]
+    most = 127 if len(taps) == 2 else 15
+    steps = [stride * extent for stride, extent in zip(walk.stride, window)]
+    ends = [*walk.before, *walk.behind, *[a + 2 * b for a, b in zip(reach, steps)]]
+    if max(steps) > 8 or max(ends) > most:
+        return f"the copy engine's strides go to 8, its offsets to {most}"
+    return None
+
+
+def walk_defines(walk: Walk) -> dict[str, int]:
+    walk = walk._asdict().items()
     return {f"{name.upper()}_{axis}": n for name, each in walk for axis, n in zip("WHD", reversed(each))}
 
 
@@ -157,15 +168,11 @@ class Mainloop(NamedTuple):
             if not walk.is_plain:
                 raise Unsupported("the convolution has a stride, padding or dilation")
             return
-        reach = [(taps - 1) * dilation for taps, dilation in zip(weight.shape[2:], walk.dilation)]
         window = window or (1,) * self.dimensions
         if None in window:
             raise Unsupported("its windows have a size of their own")
-        most = 127 if self.dimensions == 2 else 15
-        steps = [stride * extent for stride, extent in zip(walk.stride, window)]
-        ends = [*walk.before, *walk.behind, *[a + 2 * b for a, b in zip(reach, steps)]]
-        if max(steps) > 8 or max(ends) > most:
-            raise Unsupported(f"the copy engine's strides go to 8, its offsets to {most}")
+        if reason := copies_obstacle(walk, weight.shape[2:], window):
+            raise Unsupported(reason)
 
     def in_words(self, job: Job) -> str:
         """Its name, and how it goes about it, for `plan`."""
@@ -173,7 +180,7 @@ class Mainloop(NamedTuple):
         return self.name + " by views of patches" * by_views
 
     def all_defines(self, segment, job: Job) -> dict:
-        return self.defines(job) | (walk_defines(segment, job.weight) if self.walks else {})
+        return self.defines(job) | (walk_defines(job.walk) if self.walks else {})
 
 
 # ------------------------------------------------------------------------------------------- where they run, and their tiles
@@ -278,16 +285,14 @@ def takes_last(x: Tensor) -> bool:
 
 def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     """passes: of products, each in place of one over v."""
-    packs, splits = not takes_last(job.x), stream_splits(job)
-    sizes, device = (job.x.shape, job.weight.shape), tiling.device_properties(job.x.device.index)
-    folded = choice.stream_folded(job.weight.shape, job.walk.dilation[-1], packs, splits)
-    how = choice.Streamed(packs, splits, folded, reduces, job.window, max(1, len(job.sinks)), job.is_alone)
-    how = how._replace(beside_wide=not job.is_alone and _wide_stores(job))
-    planned = tiling.views(*sizes, job.walk, splits, device) if packs else None
-    views = planned and choice.stream_views(planned, job.weight.shape[0], job.x.shape[0], device)
-    gathered = choice.stream_columns(job.weight.shape, job.positions, job.x.element_size(), device, how)[1]
-    stores = not (reduces or job.sinks) and views is not None and views < gathered
-    return how._replace(views=views, folded=choice.VIEWS if stores else folded)
+    x, packs, splits = job.x, not takes_last(job.x), stream_splits(job)
+    passes, beside_wide = max(1, len(job.sinks)), not job.is_alone and _wide_stores(job)
+    how = choice.Streamed(
+        packs, splits, 1, reduces, job.window, passes, alone=job.is_alone, beside_wide=beside_wide
+    )
+    device, given = tiling.device_properties(x.device.index), (x.shape, job.weight.shape, job.walk)
+    stores = not (reduces or job.sinks)
+    return tiling.streamed(*given, job.positions, x.element_size(), how, device, stores)
 
 
 def _wide_stores(job: Job) -> bool:
@@ -310,7 +315,7 @@ def _stream_defines(job: Job) -> dict:
     how = _streamed(job, bool(job.sinks or job.front.pooled))
     last = {"WEIGHT_LAST": int(not how.packs and library.is_channels_last(job.weight))}
     last |= {"RESULTS_LAST": int(not how.packs or job.last), "ROUNDS_RESULT": int(job.rounds)}
-    return tiling.stream_defines(job.x, job.weight, job.positions, how) | last
+    return tiling.stream_defines(job.x, job.weight.shape, job.positions, how) | last
 
 
 # ------------------------------------------------------------------------------------------------------- sinks, as launchers' text

@@ -448,8 +448,8 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
 class Back(NamedTuple):
     """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
     the convolution's), those that are `converted` then; dz; dweight, where it is our own; passes. `library` gives of dz, x and the weight
-    the gradients of the latter, None where it isn't asked, and turns the `filters` first; `ours` that of the weight, and that of x where the library
-    isn't asked for it; input_gradient: so does, of x, a launcher of the source."""
+    the gradients of the latter, None where it isn't asked, and turns the `filters` first; `ours` those that the library isn't asked
+    for, and None; input_gradient: so does, of x, a launcher of the source."""
 
     launch: Launch | None
     gradients: Sequence[int | None]
@@ -499,8 +499,8 @@ def backward(
             given = (dz, x, weight) if turned is None else (dz, x, weight, turned)
             found[0], found[weight_at] = back.library(*given)
         if back.ours:
-            own_dx, found[weight_at] = back.ours(dz, x, weight)
-            found[0] = own_dx if own_dx is not None else found[0]
+            for i, own in zip((0, weight_at), back.ours(dz, x, weight)):
+                found[i] = own if own is not None else found[i]
         if back.input_gradient:
             found[0] = _input_gradient(plan, dz, weight)
         if back.dweight is not None:
@@ -529,14 +529,14 @@ def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Bac
 def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
     segment, composed, divided = plan.segment, plan.composed, plan.strips.get("backward")
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    way = _of_our_own(plan, x, weight, dx) if dw else None
+    ways = _of_our_own(plan, x, weight, dx, dw)
     of_library = (
-        dx and not (composed.own.input_gradient or gradients.gives_both(way)),
-        dw and not (divided and own or way),
+        dx and not (composed.own.input_gradient or ways.x),
+        dw and not (divided and own or ways.weight),
     )
     asked = [of for of, need in zip(("dx", "dw"), of_library) if need]
     layout = min([layouts.fastest(segment, x, weight, of) for of in asked], default=PLANES)
-    layout = UNITS if way == gradients.PACKED else layout
+    layout = UNITS if ways.weight == gradients.PACKED else PLANES if any(ways) else layout
     if plan.last and between.rounds(segment, x) and not segment.conv.is_nothing:
         layout = FOR_TF32 if between.differentiates_last(segment, x, weight) else PLANES
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
@@ -574,18 +574,30 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         place.get("passes"),
         given_by_library,
         filters,
-        gradients.planned(way, segment, x, weight, dx) if way else None,
-        dx and not of_library[0] and not way,
+        gradients.planned(ways, segment, x, weight) if any(ways) else None,
+        dx and not (of_library[0] or ways.x),
     )
 
 
-def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool) -> str | None:
-    """Which of our kernels gives the weight's gradient (gradients.py), or None."""
+def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool, dw: bool) -> gradients.Ways:
+    """Which of our kernels give the gradients of x and the weight that are asked for."""
+    if not _gives_dz(plan):
+        return gradients.Ways()
+    return gradients.fastest(plan.segment, x, weight, dx, dw, _in_units(plan))
+
+
+def _gives_dz(plan: Plan) -> bool:
+    """In planes?"""
     program, roots = plan.composed.backward, plan.composed.gradients
-    if plan.last or not (program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())):
-        return None
-    in_units = program.turns == "dz" and bool(program.turned)  # a pass of positions alone writes dz
-    return gradients.fastest(plan.segment, x, weight, dx, in_units)
+    return bool(
+        not plan.last and program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())
+    )
+
+
+def _in_units(plan: Plan) -> bool:
+    """Does a pass of positions alone write dz?"""
+    program = plan.composed.backward
+    return program.turns == "dz" and bool(program.turned)
 
 
 def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
@@ -626,11 +638,12 @@ def describe(case: Case, own: str | None = None) -> str:
 
 def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     """The passes of backward where x has no gradient, and what our own kernels then do."""
-    composed, way = plan.composed, _of_our_own(plan, x, weight, False)
+    composed, way = plan.composed, _of_our_own(plan, x, weight, False, True).weight
     layout = UNITS if way == gradients.PACKED else plan.turns_y
     plan = replace(plan, layout=layout, without_dz=_needs_no_dz(plan))
     words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
-    return words + (f", {gradients.in_words(way, plan.segment, x, weight)}" if way else "")
+    ours = gradients.in_words(plan.segment, x, weight, _in_units(plan)) if _gives_dz(plan) else []
+    return ", ".join([words, *ours])
 
 
 def _words(plan: Plan, own: str | None, backward: str) -> str:

@@ -426,10 +426,29 @@ def views(image: Sequence[int], filters: Sequence[int], walk, split: bool, devic
     return Views(sample - first, products, room + stages <= device.shared)
 
 
-def stream_defines(x: Tensor, weight: Tensor, positions: int, how: choice.Streamed) -> dict[str, int]:
+def streamed(
+    image: Sequence[int],
+    filters: Sequence[int],
+    walk,
+    positions: int,
+    itemsize: int,
+    how: choice.Streamed,
+    device: Device,
+    stores: bool,
+) -> choice.Streamed:
+    """`how`, with the rows or views that it multiplies. positions: of all results; stores: are they only stored?"""
+    how = how._replace(folded=choice.stream_folded(filters, walk.dilation[-1], how.packs, how.split))
+    planned = views(image, filters, walk, how.split, device) if how.packs else None
+    by_views = planned and choice.stream_views(planned, filters[0], image[0], device)
+    gathered = choice.stream_columns(filters, positions, itemsize, device, how)[1]
+    faster = stores and by_views is not None and by_views < gathered
+    return how._replace(views=by_views, folded=choice.VIEWS if faster else how.folded)
+
+
+def stream_defines(x: Tensor, filters: Sequence[int], positions: int, how: choice.Streamed) -> dict[str, int]:
     """positions: of all results."""
     device = device_properties(x.device.index)
-    columns, _ = choice.stream_columns(weight.shape, positions, x.element_size(), device, how)
+    columns, _ = choice.stream_columns(filters, positions, x.element_size(), device, how)
     known = {"COLUMNS": columns, "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD, "SPLIT": int(how.split)}
     known |= {"LAST": int(not how.packs), "FOLDED": how.folded, "SHARED_LIMIT": device.shared}
-    return spatial_defines(weight.shape) | known
+    return spatial_defines(filters) | known
