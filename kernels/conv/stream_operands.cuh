@@ -200,7 +200,7 @@ __device__ __forceinline__ void pack_eight(uint4* packed, int64_t part_pitch, co
   Conv::pack_pixel(packed, part_pitch, value);
 }
 
-// The same of few channels, by a thread for 8 of a pixel, with padding where rows have that; or, kAgain, the samples which the
+// The same of few channels, by a thread for all of a pixel, with padding where rows have that; or, kAgain, the samples which the
 // first scale does not fit. Grid: shares of a sample, samples.
 template <class Conv, bool kAgain>
 __global__ void __launch_bounds__(kImageThreads)
@@ -211,17 +211,23 @@ __global__ void __launch_bounds__(kImageThreads)
     int exponent = Conv::kFirstExponent;
     if (kAgain && (exponent = Conv::sample_exponent(largest[n])) == Conv::kFirstExponent) continue;
     float largest_magnitude = 0.f;
-    const int64_t eights = rows.S * Conv::kEights, stride = int64_t(gridDim.x) * kImageThreads;
-    for (int64_t i = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; i < eights; i += stride) {
-      const int64_t channel = i / rows.S * 8, pixel = i % rows.S;
+    constexpr int kTogether = Conv::kEights <= 4 ? Conv::kEights : 1;  // side by side in memory: whole sectors
+    const int64_t all = rows.S * (Conv::kEights / kTogether), stride = int64_t(gridDim.x) * kImageThreads;
+    for (int64_t i = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; i < all; i += stride) {
+      const int64_t first = i / rows.S * kTogether, pixel = i % rows.S;
       int64_t position = pixel;
       bool inside = true;
       if constexpr (Conv::kFolded > 1) {
         const int column = int(pixel % rows.pitch) - rows.before;
         position = pixel / rows.pitch * rows.width + column, inside = column >= 0 && column < rows.width;
       }
-      pack_eight<Conv, !kAgain>(packed + (n * rows.S + pixel) * (Conv::kPixel / 8) + Conv::unit_of(channel / 8), Conv::kPartPitch,
-                                x + (n * Conv::kChannelsIn + channel) * S + position, S, int(channel), inside, exponent, largest_magnitude);
+#pragma unroll
+      for (int k = 0; k < kTogether; k++) {
+        const int eight = int(first) + k;
+        pack_eight<Conv, !kAgain>(packed + (n * rows.S + pixel) * (Conv::kPixel / 8) + Conv::unit_of(eight), Conv::kPartPitch,
+                                  x + (n * Conv::kChannelsIn + eight * 8) * S + position, S, eight * 8, inside, exponent,
+                                  largest_magnitude);
+      }
     }
     if constexpr (Conv::kScaled && !kAgain) raise_largest(largest + n, largest_magnitude);
   }
@@ -236,7 +242,7 @@ void pack_image(uint4* packed, uint32_t* largest, const typename Conv::value_t* 
   const unsigned samples = N < 65535 ? N : 65535;
   if constexpr (Conv::kEights <= 4) {
     // A sample's blocks are few, because each raises `largest`, but fill a GPU.
-    const int64_t all = (rows.S * Conv::kEights + kImageThreads - 1) / kImageThreads;
+    const int64_t all = (rows.S + kImageThreads - 1) / kImageThreads;
     const dim3 grid(min(all, 4096 / N + 1), samples);
     pack_pixels_kernel<Conv, false><<<grid, kImageThreads, 0, stream>>>(packed, largest, x, N, rows);
   } else {

@@ -50,7 +50,7 @@ __device__ __forceinline__ float store_units(const Tile& tile, uint4* units, flo
 
 // Grid: blocks of each sample, which go through its tiles; ahead through each kSeen-th of a plane.
 template <class Pass>
-__global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
+__global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 4)
 units_kernel(const Pass pass, const Extent extent, const value_t* values, uint4* units, grad::Scales scales,
              unsigned parts, unsigned channel_tiles, unsigned blocks, Packing packing) {
 #if __CUDA_ARCH__ >= 800
