@@ -133,13 +133,15 @@ def test_tails(tail, architecture, dtype, ours):
     assert_rule(model, numerics.random_input((3, filters[1], *image), dtype=dtype), ran)
 
 
-# By wgmma on 9.0: those of 64 channels in at most, whose rows are one tile.
+# By wgmma on 9.0: those of 64 channels in at most; of rows that are a tile, and of several.
 WITH_INPUT = [
     ((64, 24, 3, 3), (8, 21)),
     ((128, 5, 3, 2), (9, 70)),
     ((48, 17, 2, 5), (6, 128)),
     ((16, 70, 1, 4), (3, 140)),
     ((64, 9, 3, 1), (3, 7)),
+    ((64, 24, 3, 5), (4, 130)),
+    ((16, 20, 2, 3), (5, 300)),
 ]
 
 
@@ -349,6 +351,7 @@ STREAM_SIZES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("tf32", [True, False], ids=["tf32", "float32"])
 @pytest.mark.parametrize("sizes", STREAM_SIZES, ids=str)
 def test_the_gradient_of_x_by_stream(sizes, tf32, of_x):

@@ -283,9 +283,7 @@ def input_gradient(
     outputs, channels, height, width = filters
     x, bytes_a_time, rates = math.prod(image), PASS_BYTES * device.scale.memory, device.scale.compute
     dz = _positions(image, filters) * outputs
-    by_wgmma = (
-        device.capability == (9, 0) and channels <= 64 and image[3] <= 128
-    )  # a tile is a row of all channels
+    by_wgmma = device.capability == (9, 0) and channels <= 64
     columns, padded = -(-image[3] // 128) * 128, -(-channels // 64) * 64
     products = 2 * image[0] * image[2] * columns * padded * outputs * height * width
     products /= INPUT_OPERATIONS[by_wgmma] * rates

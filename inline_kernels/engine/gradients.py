@@ -37,7 +37,7 @@ _TEXT = """// The gradient of {of}
 #include "grad/packed_{name}.cuh"
 
 using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
-using Target = conv::Target<CAPABILITY, SHARED_LIMIT, 1, 1, ONE_TILE, COUNTS_IN_INT>;
+using Target = conv::Target<CAPABILITY, SHARED_LIMIT, 1, 1, 0, COUNTS_IN_INT>;
 using Build = conv::Build<Filter, conv::Operands<value_t, false>, Target>;
 
 EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> other, cudaStream_t stream) {{
@@ -229,11 +229,11 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor) -> dict[str, dict]:
         texts["weight"] = _FEW_TEXT, {}, spatial | {"DZ_ALIGNED": aligned}
     elif ways.weight == PACKED:
         planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
-        by_size = {name: planned[name] for name in ("ONE_TILE", "COUNTS_IN_INT")}
+        counts = {"COUNTS_IN_INT": planned["COUNTS_IN_INT"]}
         spatial["CAPABILITY"] = 90 if capability == (9, 0) else 80
-        texts["weight"] = _TEXT, {}, spatial | dict.fromkeys(by_size, 0)
-        if ways.x:  # whose row may be one tile
-            texts["input"] = _TEXT, {}, spatial | by_size
+        texts["weight"] = _TEXT, {}, spatial | dict.fromkeys(counts, 0)
+        if ways.x:
+            texts["input"] = _TEXT, {}, spatial | counts
     if ways.x == STREAM:
         turned, axes = _Turned.of(segment, x, weight), "DHW"[5 - weight.dim() :]
         words = {

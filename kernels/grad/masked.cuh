@@ -155,7 +155,7 @@ template <class Tail_, int kChannels_> struct Masked {
   const output_t* dy;
   const uint32_t* words;
   Tail tail;
-  static constexpr bool kGuessesScale = false;
+  static constexpr bool kGuessesScale = false, kWholeRows = true;
   template <int kTiles> using SumScale = OneScale<kTiles>;
   static constexpr int kStages = 3;  // of the weights' gradient by wgmma; beside them lie rows as they are
   static __device__ __forceinline__ int sample_exponent(uint32_t largest) { return top_exponent(largest); }

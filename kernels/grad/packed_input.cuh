@@ -1,5 +1,5 @@
 // The gradient of a convolution's input, grad/wide_input.cuh, from g that is packed: units (grad/packed.cuh)
-// are what both mainloops take. By wgmma the copy engine brings rows of them to the stages.
+// are what both mainloops take. By wgmma the copy engine brings rows of them, of tiles, to the stages.
 //
 // Bytes at (128, 64, 128, 128), 3×3, 128 channels out: 520 MB of g read, 537 MB of dx written. Bound: 300
 // GFLOP 0.34 ms by wgmma, memory 0.25 ms.
@@ -14,7 +14,7 @@ namespace grad {
 struct PackedGradient {
   const uint4* g;
   int groups;  // of channels
-  static constexpr bool kGuessesScale = false;
+  static constexpr bool kGuessesScale = false, kWholeRows = false;
   static __device__ __forceinline__ int sample_exponent(uint32_t exponent) { return int(exponent); }
 };
 
@@ -35,8 +35,8 @@ template <class Conv> struct Producer<Conv, grad::PackedGradient> : Conv {
 
 #if TENSOR_CORE_WGMMA
 
-  // Fills the pipeline, row by row; a thread brings a channel group. Zeros are on both sides of each row, in
-  // channels that don't exist, and in the rows around g.
+  // Fills the pipeline, row by row; a thread brings a channel group. Zeros are on both sides of a row of g, in
+  // channels that don't exist, and in the rows around g. Where a row is one tile those on its sides stay.
   template <class Arguments, class Pipeline>
   static __device__ __forceinline__ void produce(const Arguments& args, const TileScheduler& tiles,
                                                  const Pipeline& pipeline, uint8_t* stages, uint8_t*, bool) {
@@ -51,23 +51,31 @@ template <class Conv> struct Producer<Conv, grad::PackedGradient> : Conv {
       const TilePlace place = tiles[tile];
       const int count = min(tiles.end - tile, tiles.OH - place.row), rows = count + kKernelH - 1;
       tile += count;
+      // Pixels of g that the tile meets, and where they lie in a stage's row.
+      const int first = place.column - kPadColumns, from = max(first, 0), pixels = min(first + kPitch, width) - from;
+      const int before = from - first, around = tiles.strips > 1 ? kPitch - pixels : 0;
 #pragma unroll 1
       for (int row = place.row - kPadRows; row < place.row - kPadRows + rows; row++) {
         pipeline.producer_acquire(next);
-        uint4* const stage = reinterpret_cast<uint4*>(stages + next.stage * kRowBytes) + kPadColumns;
-        if (unsigned(row) >= unsigned(args.H)) {
-          for (int i = threadIdx.x; i < groups * width; i += kWarpgroup)
-            stage[i / width * kPitch + i % width] = make_uint4(0, 0, 0, 0);
+        uint4* const stage = reinterpret_cast<uint4*>(stages + next.stage * kRowBytes);
+        const bool inside = unsigned(row) < unsigned(args.H);
+        for (int i = threadIdx.x; i < groups * around; i += kWarpgroup) {
+          const int pixel = i % around;
+          stage[i / around * kPitch + pixel + (pixel < before ? 0 : pixels)] = make_uint4(0, 0, 0, 0);
+        }
+        if (!inside) {
+          for (int i = threadIdx.x; i < groups * pixels; i += kWarpgroup)
+            stage[i / pixels * kPitch + before + i % pixels] = make_uint4(0, 0, 0, 0);
           pipeline.producer_commit(next);
         } else {
+          if (around) publish_shared();
           uint64_t* const full = pipeline.full + next.stage;
-          const int bytes = width * 16;
           // A thread announces all bytes that it brings before the first of them may come.
           const int left = groups - int(threadIdx.x);
-          arrive(full, left > 0 ? ceil_div(left, kWarpgroup) * bytes : 0);
+          arrive(full, left > 0 ? ceil_div(left, kWarpgroup) * pixels * 16 : 0);
           for (int group = threadIdx.x; group < groups; group += kWarpgroup) {
-            const int64_t at = ((int64_t(place.n) * groups + group) * args.H + row) * width;
-            copy_bulk(stage + group * kPitch, args.source.g + at, bytes, full);
+            const int64_t at = ((int64_t(place.n) * groups + group) * args.H + row) * width + from;
+            copy_bulk(stage + group * kPitch + before, args.source.g + at, pixels * 16, full);
           }
         }
         next.advance();
@@ -108,7 +116,7 @@ void packed_input(Out<typename Build::value_t> dx, In<typename Build::value_t> g
   const typename Loop::Arguments args{{dx}, {}, {units, kGroups}, packed_weight, exponents, sample_exponents,
                                       {}, N, height, width};
   if constexpr (Choice::kBySm90) {
-    expect(W <= kTileWidth && N * H < kMostCounted && height * width < kMostCounted,
+    expect(N * H * ((W + kTileWidth - 1) / kTileWidth) < kMostCounted && height * width < kMostCounted,
            "sizes that are compiled for");
     convolve_rows<Loop>(args, stream);
   } else {

@@ -21,12 +21,12 @@ namespace grad {
 // Of packed g: what the L2 cache of a large GPU holds, or little more.
 constexpr int64_t kSliceBytes = 64 << 20;
 
-// A tile must be a whole row, of all channels of x.
+// A tile must have all channels of x, and be a whole row where the source has no others.
 template <class Build, class Source>
 using InputMainloop =
     Mainloop<Filter<Build::Filter::kOut, Build::Filter::kIn, Build::Filter::kHeight, Build::Filter::kWidth>,
              typename Build::Operands, typename Build::Target,
-             Build::kCountsInInt && Build::kOneTile && Build::Filter::kIn <= 64, true, Source,
+             Build::kCountsInInt && (Build::kOneTile || !Source::kWholeRows) && Build::Filter::kIn <= 64, true, Source,
              Identity, store::Nothing, store::DirectRows<typename Build::value_t>>;
 
 // largest_g: the bits of each sample's largest finite magnitude.
