@@ -58,6 +58,8 @@ FAULTS = [
     Fault("kernels/conv/narrow3d_operands.cuh", "scales_known = true;\n    float most[1]", "scales_known = true;\n    return true;\n    float most[1]", "test_emulated.py -k 'any_magnitude and late'"),
     Fault("kernels/grad/packed_input.cuh", "around = tiles.strips > 1 ? kPitch - pixels : 0", "around = 0", "test_engine_gradients.py -k 'with_the_gradient_of_x and 130'"),
     Fault("kernels/grad/stream_input.cuh", "* taps + taps - 1 - tap", "* taps + tap", "test_engine_gradients.py -k 'of_x_by_stream and tf32'"),
+    Fault("inline_kernels/engine/stored.py", "[array.name for array in plan.composed.saved]", "[array.name for array in reversed(plan.composed.saved)]", "test_engine_stored.py -k 'first_pass_beside_v and norm'"),
+    Fault("inline_kernels/engine/sinks.py", "self.reading = self._texts()\n        if not self.reading or all", "self.reading = self._texts()[1:] or self._texts()\n        if not self.reading or all", "test_engine_stored.py -k 'first_pass_beside_v and norm'"),
     Fault("inline_kernels/engine/gradients.py", "[a - b for a, b in zip(reach, each)]", "[a for a, b in zip(reach, each)]", "test_engine_gradients.py -k 'of_x_by_stream and tf32'"),
     Fault("kernels/reduce/channels.cuh", "sum += p[i].sum * LogSumExp::share(p[i].most, most);", "sum += p[i].sum;", "test_engine_sinks.py -k 'test_tails or random_widths'"),
     Fault("kernels/store/edge.cuh", "count & (-2 * kElements)", "count & (-4 * kElements)", "test_engine_direct.py -k 'test_sizes and narrow2d'"),

@@ -203,8 +203,8 @@ def _run(
     return _relu(x, weight, bias, *how) if added is None else _add_relu(x, weight, added, 1.0, bias, *how)
 
 
-def planned(plan, case: Case) -> Callable[..., Tensor]:
-    """Gives y of arguments like the case's; turned: the filters as `plan.filters` turns them."""
+def planned(plan, case: Case) -> Callable[..., list[Tensor]]:
+    """Gives [y] of arguments like the case's; turned: the filters as `plan.filters` turns them."""
     tail, weight_at, layout = tail_of(case.segment), len(case.segment.inputs), _format(case.x)
     how, operands = plan.convolution, layouts.Operands(layouts.itself, layouts.itself)
     if case.last:
@@ -213,10 +213,10 @@ def planned(plan, case: Case) -> Callable[..., Tensor]:
     if nothing is not None and nothing.is_cuda:  # other streams read it, too
         torch.cuda.current_stream(nothing.device).synchronize()
 
-    def run(a: Sequence, turned: Tensor | None = None) -> Tensor:
+    def run(a: Sequence, turned: Tensor | None = None) -> list[Tensor]:
         x, weight = operands(a[0], a[weight_at], turned)
         bias = nothing if tail.bias is None else a[tail.bias]
         y = _run(x, weight, bias, None if tail.added is None else a[tail.added], how.settings, tail.has_relu)
-        return y.contiguous(memory_format=layout)
+        return [y.contiguous(memory_format=layout)]
 
     return run

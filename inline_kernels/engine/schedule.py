@@ -54,7 +54,9 @@ class Plan:
     convolve: Callable | None = None  # gives v of x and the weight, as forward's passes read it
     filters: layouts.Turning | None = None  # how it turns the latter first, which a chain does for it
     own: Callable | None = None  # the same, contiguous, in the library's place
-    inside: Callable | None = None  # gives y of the arguments, in the place of all that (inside.py)
+    instead: Callable | None = (
+        None  # gives what forward does, of the arguments, in the place of all that (inside.py, stored.py)
+    )
     layout: int = 0  # of what forward's passes turn, or backward's (`Program.turns`): kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     last: bool = False  # are all arrays of positions and channels channels last? Then so is y
@@ -162,7 +164,7 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
     _set_launch(found, case.arguments, piece)
     found.convolve, found.filters = layouts.convolving(found, case.x, case.weight)
     if edited is None and own is None and inside.runs(case):
-        found.inside = inside.planned(found, case)
+        found.instead = inside.planned(found, case)
     return found
 
 
@@ -407,6 +409,14 @@ def launch_of(
     return Launch(bind, table, arguments, given, at["seed"] + 1 if names.random else None)
 
 
+def entry_of(plan: Plan, array: Array, place: int | None) -> Entry:
+    """Of a result of forward in a launcher of others, written over that argument if there is one."""
+    shape = None
+    if place is None:
+        shape = plan.shape if array.name == "y" else _shape(plan, plan.composed.forward, array)
+    return Entry(array.name, _dtype(plan, array), place, shape, True)
+
+
 def _lies_last(plan: Plan, program: Program, array: Array, comes_in: bool) -> bool:
     """Is it a tensor that lies channels last? What is kept for backward, which nobody else sees, is none."""
     if array.name == program.turns and plan.layout in (TURNED, FOR_TF32):
@@ -422,8 +432,8 @@ def _lies_last(plan: Plan, program: Program, array: Array, comes_in: bool) -> bo
 
 def forward(plan: Plan, arguments: Sequence, turned: Tensor | None = None) -> Sequence[Tensor]:
     """y, and what backward needs. turned: the filters as `plan.filters` turns them."""
-    if plan.inside:
-        return [plan.inside(arguments, turned)]
+    if plan.instead:
+        return plan.instead(arguments, turned)
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
     x, weight = arguments[0], arguments[len(plan.segment.inputs)]
@@ -626,14 +636,15 @@ def saved(case: Case) -> list[tuple[list[int], torch.dtype, torch.memory_format]
     return [*zip(shapes, [_dtype(found, a) for a in arrays], found.given_lie[1:])]
 
 
-def describe(case: Case, own: str | None = None) -> str:
-    """What a plan for it runs, in words; nothing is built. own: what convolves in the library's place. Raises Unsupported."""
+def describe(case: Case, own: str | None = None, done: int | None = None) -> str:
+    """What a plan for it runs, in words; nothing is built. own: what convolves in the library's place; done: the pass that it does, too. Raises
+    Unsupported."""
     if own is None and inside.runs(case):
         return inside.WORDS
     found = Plan.of(case)
     _set_layout(found, case, own is not None)
     _divide(found, case.arguments)
-    return _words(found, own, backward_in_words(found, case.x, case.weight) if case.saving else "")
+    return _words(found, own, done, backward_in_words(found, case.x, case.weight) if case.saving else "")
 
 
 def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
@@ -646,38 +657,46 @@ def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     return ", ".join([words, *ours])
 
 
-def _words(plan: Plan, own: str | None, backward: str) -> str:
+def _words(plan: Plan, own: str | None, done: int | None, backward: str) -> str:
     """Each pass over positions, with the bytes that it reads and writes."""
     composed, words = plan.composed, [f"{own} writes v" if own else "the library's convolution"]
+    if done is not None:
+        words = [f"{own} writes v and {_made_words(composed.forward, done)}"]
     words = ["Winograd's convolution"] if plan.strips.get("forward") else words
     words = ["x as it is"] if plan.segment.conv.is_nothing else words
     words += [", channels last"] * bool(plan.runs)
     words += [" as y for what follows"] * bool(plan.last and plan.segment.result)
     words += [", y channels last for what follows"] * bool(plan.turns_y)
-    words += [", then ", passes_in_words(plan, composed.forward, composed.forward_names), backward]
+    words += [", then ", passes_in_words(plan, composed.forward, composed.forward_names, done), backward]
     return "".join(words)
 
 
-def passes_in_words(plan: Plan, program: Program, names: naming.Names) -> str:
+def passes_in_words(plan: Plan, program: Program, names: naming.Names, but: int | None = None) -> str:
     passes = [
-        i for i, one in enumerate(program.passes) if isinstance(one, Planes) and _parts(plan, program, i)
+        i
+        for i, one in enumerate(program.passes)
+        if i != but and isinstance(one, Planes) and _parts(plan, program, i)
     ]
     return ", ".join(_pass_words(plan, program, names, i) for i in passes) or "small values"
 
 
-def _pass_words(plan: Plan, program: Program, names: naming.Names, number: int) -> str:
+def _made_words(program: Program, number: int) -> str:
+    """What a pass makes."""
     results = {root.name for root in program.roots}
     own = [program.arrays[key] for key in program.passes[number].targets]
     made = dict.fromkeys(
         a.name if a.name in results else "sums" if a.parts is not None else "reductions" for a in own
     )
-    made = [name for name in made if not name.startswith("kept_")] or ["what is kept"]
-    text = program.texts[number]
+    return " and ".join([name for name in made if not name.startswith("kept_")] or ["what is kept"])
+
+
+def _pass_words(plan: Plan, program: Program, names: naming.Names, number: int) -> str:
+    text, own = program.texts[number], [program.arrays[key] for key in program.passes[number].targets]
     known = {a.name: a for a in (*program.arrays.values(), *program.given.values(), *names.incoming.values())}
     read = [known[name] for name, ctype in text.pointers.items() if ctype.startswith("const")]
     read += [known["v"]] if text.reads_v else []
     reads, writes = [_size(sum(_bytes(plan, program, a) for a in arrays)) for arrays in (read, own)]
-    return f"{' and '.join(made)} (reads {reads}, writes {writes})"
+    return f"{_made_words(program, number)} (reads {reads}, writes {writes})"
 
 
 def _size(count: int) -> str:

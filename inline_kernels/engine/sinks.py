@@ -8,13 +8,15 @@ behind them, y itself. Where several passes read v,
   That is exact for float32 alone.
 
 The cheaper one runs, by the time that products take and bytes take (`_recomputes`). Small values between passes are computed as `load` does.
+
+Where backward follows, which needs v, the schedule `stored` has the first pass done beside it (`beside_v`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +38,9 @@ __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests",
 BY_SIZES = True
 BYTES_A_SECOND = 4.3e12  # an H200's, as rates are
 INSTRUCTIONS_A_SECOND = 9e12  # of a tail inside a mainloop, of all threads
-_OWN_NAMES = set("x y weight stream number seed stored scratch next values geometry largest v".split())
+_OWN_NAMES = set(
+    "x y weight stream number seed stored scratch next kept next_kept values geometry largest v".split()
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------- composing
@@ -68,14 +72,16 @@ class Composed(NamedTuple):
         return f"the convolution with {sinks[0]} in its mainloop{again}; v is never written"
 
 
-def composed(segment, mainloop, exact_order: bool, stores: bool) -> Composed:
-    """Made once. Raises Unsupported."""
+def composed(
+    segment, mainloop, exact_order: bool, stores: bool, saving: programs.Composed | None = None
+) -> Composed:
+    """saving: of the schedule `load`, whose results are then those of forward. Made once. Raises Unsupported."""
     with programs.lock:
         known = vars(segment.graph).setdefault("with sinks", {})
-        key = mainloop.name, exact_order, stores
+        key = mainloop.name, exact_order, stores, saving and saving.text
         if key not in known:
             try:
-                known[key] = _Composer(segment, mainloop, exact_order, stores).composed()
+                known[key] = _Composer(segment, mainloop, exact_order, stores, saving).composed()
             except Unsupported as error:
                 known[key] = error
         if isinstance(known[key], Unsupported):
@@ -84,9 +90,12 @@ def composed(segment, mainloop, exact_order: bool, stores: bool) -> Composed:
 
 
 class _Composer:
-    def __init__(self, segment, mainloop, exact_order: bool, stores: bool):
-        self.segment, self.mainloop, self.stores = segment, mainloop, stores
+    def __init__(self, segment, mainloop, exact_order: bool, stores: bool, saving: programs.Composed | None):
+        self.segment, self.mainloop, self.stores, self.saving = segment, mainloop, stores, saving
         self.convolving, self.graph = mainloop.sinks, segment.graph
+        if saving:
+            self._save()
+            return
         (y,) = segment.outputs
         found = [y, *[n for update in segment.updates for n in (update.mean, update.variance)]]
         if not exact_order:
@@ -99,6 +108,15 @@ class _Composer:
             raise Unsupported("the tail doesn't read v")
         if stores:
             self._store()
+
+    def _save(self) -> None:
+        """The passes of load's forward, of which the first that reads v writes it."""
+        ahead, self.stored = self.saving.forward, self.graph.leaf("z", ELEMENTS, "z")
+        self.roots = ahead.roots
+        self.program = Program(self.graph, self.roots, {}, ahead.few_channels, joins=True)
+        self.reading = self._texts()
+        if not self.reading or all(array.name != "v" for array in self.saving.saved):
+            raise Unsupported("backward doesn't need v")
 
     def _texts(self) -> list[int]:
         """Texts of all passes as `load` has them; the numbers of those that read v."""
@@ -150,8 +168,10 @@ class _Composer:
         names = [naming.identifier(name) for name in [name for name, _ in tensors] + numbers]
         if len({*names}) < len(names) or _OWN_NAMES & {*names}:
             raise Unsupported("a parameter has a name that the kernel has itself")
-        arrays = self.program.arrays
+        arrays, kept = self.program.arrays, self._kept()
         results = [arrays[Key("value", root.node)] for root in self.program.roots if root.name != "stored"]
+        results = [a for a in results if a not in kept] + [naming.KEPT] * bool(kept)
+        results += [Array("v", "value", ELEMENTS)] * bool(self.saving)
         structs, planned, locals_, body = [], [], [], []
         for i in range(len(self.program.passes)):
             if i not in parts:
@@ -191,6 +211,10 @@ class _Composer:
         ]
         text = "\n".join(text)
         return Composed(text, results, tensors, numbers, random, parts, self.stores)
+
+    def _kept(self) -> list[Array]:
+        """Small values for backward, which share a room."""
+        return [*self.saving.forward.kept] if self.saving else []
 
     def _given(self) -> tuple[list[tuple[str, str]], list[str], bool]:
         """Tensors and numbers behind x and weight, in the order of the segment's."""
@@ -236,7 +260,8 @@ class _Composer:
             if isinstance(each, Planes) and i not in parts:
                 of_block = 1024 if each.by_sample else 4096
                 lines.append(f"const int64_t parts_{i} = extent_{each.level}.positions() / {of_block} + 1;")
-        made = [a for a in self.program.arrays.values() if a not in results and a.name != "stored"]
+        kept = self._kept()
+        made = [a for a in self.program.arrays.values() if a not in (*results, *kept) and a.name != "stored"]
         made += [source.few(a) for a in made if a.parts is not None]
         sizes = [f"({source.size(a)}) * int64_t(sizeof({naming.TYPES[a.kind]}))" for a in made]
         if made:
@@ -244,11 +269,15 @@ class _Composer:
                 f"const Scratch<double> scratch({' + '.join(f'({size} + 15) / 16 * 2' for size in sizes)}, stream);"
             )
             lines.append("double* next = scratch;")
+        lines += ["double* next_kept = kept;"] * bool(kept)
         lines += [
-            f"{naming.TYPES[a.kind]}* const {a.name} = load::next<{naming.TYPES[a.kind]}>(next, {source.size(a)});"
-            for a in made
+            f"{naming.TYPES[a.kind]}* const {a.name} = load::next<{naming.TYPES[a.kind]}>({next_}, {source.size(a)});"
+            for next_, arrays in (("next", made), ("next_kept", kept))
+            for a in arrays
         ]
-        if self.stores:
+        if self.saving:
+            lines.append("value_t* const stored = v;")
+        elif self.stores:
             in_place = self._in_place()
             scratch = "const Scratch<value_t> stored(N * C * e_D * e_H * e_W, stream);"
             lines.append("value_t* const stored = y;" if in_place else scratch)
@@ -361,18 +390,42 @@ def _chosen(case: Case):
     raise Unsupported("; ".join(refused))
 
 
+def beside_v(case: Case):
+    """(mainloop, Composed) of the first mainloop that can do the first pass beside v, which it writes, as load's forward returns both. Raises
+    Unsupported."""
+    direct.check(case)
+    if not case.x.dtype == case.dtype == torch.float32:
+        raise Unsupported("v isn't written in 16 bits")
+    if case.turns_y:
+        raise Unsupported("passes turn y on the way")
+    saving, refused = programs.composed_of(case.segment, programs.kind_for(case)), []
+    for mainloop in mainloops.MAINLOOPS:
+        # A mainloop that walks may be slower than the library.
+        if mainloop.dimensions != case.weight.dim() - 2 or mainloop.sinks is None or mainloop.walks:
+            continue
+        try:
+            mainloop.check_walk(case.segment, case.weight)
+            found = composed(case.segment, mainloop, case.exact_order, True, saving)
+            if (reason := mainloop.refuses(_job(found, case))) is None:
+                return mainloop, found
+            refused.append(f"{mainloop.name}: {reason}")
+        except Unsupported as error:
+            refused.append(f"{mainloop.name}: {error}")
+    raise Unsupported("; ".join(refused))
+
+
 def _job(found: Composed, case: Case) -> Job:
     return mainloops.job_of(case, [case.dtype], sinks=[own.sinks for own in found.parts.values()])
 
 
-def _build(mainloop, found: Composed, case: Case) -> dict:
+def build(mainloop, found: Composed, case: Case) -> dict:
     defines = case.defines | mainloop.all_defines(case.segment, _job(found, case))
     name = f"sinks_{naming.identifier(case.segment.conv.name)}"
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
 
 
 def requests(case: Case) -> list[dict]:
-    return [_build(*_chosen(case), case)]
+    return [build(*_chosen(case), case)]
 
 
 def describe(case: Case) -> str:
@@ -385,15 +438,23 @@ def describe(case: Case) -> str:
 
 def plan(case: Case) -> Launch:
     """Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
-    segment, arguments, (mainloop, found) = case.segment, case.arguments, _chosen(case)
-    kernels = inline_loader.load(**_build(mainloop, found, case))
-    x, weight_at, at, table = case.x, len(segment.inputs), cases.places(segment), []
-    for array in found.results:
-        place, kind = at.get(array.name), case.dtype if array.name == "y" else torch.float32
+
+    def entry(array: Array, place: int | None) -> Entry:
+        kind = case.dtype if array.name == "y" else torch.float32
         shape, last = case.sizes.shape(array.space) if place is None else None, False
         if case.stays_last and array.name == "y":  # as it is, since nobody lays it out
-            shape, last = [*shape[:2], *shape[5 - segment.graph.dimensions :]], True
-        table.append(Entry(array.name, kind, place, shape, True, last=last))
+            shape, last = [*shape[:2], *shape[5 - case.segment.graph.dimensions :]], True
+        return Entry(array.name, kind, place, shape, True, last=last)
+
+    return launch_of(case, *_chosen(case), entry)
+
+
+def launch_of(case: Case, mainloop, found: Composed, entry: Callable[[Array, int | None], Entry]) -> Launch:
+    """entry: of a result, and the number of the argument that it is written over, or None."""
+    segment, arguments = case.segment, case.arguments
+    kernels = inline_loader.load(**build(mainloop, found, case))
+    x, weight_at, at = case.x, len(segment.inputs), cases.places(segment)
+    table = [entry(array, at.get(array.name)) for array in found.results]
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at)]
     table += [Entry(name, dtypes[kind], at[naming.identifier(name)]) for name, kind in found.tensors]

@@ -1,7 +1,8 @@
 """The schedule `stored`: a convolution of our own writes v, and the schedule `load` does the rest, forward and backward.
 
 It runs on a GPU where a mainloop takes less time than the library, whatever the tail. What is kept for backward is the same as `load`'s, and so are
-schedule.py's functions and signatures. The convolution is planned as a segment of its own that has no tail, by direct.py or sinks.py.
+schedule.py's functions and signatures. The convolution is planned as a segment of its own that has no tail, by direct.py or sinks.py; or, where
+backward follows, sinks.py has what the first pass over v makes, sums mostly, taken from the registers beside it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from . import direct, programs, schedule, sinks
 from .between import KEPT
 from .cases import Case
 from .graph import ELEMENTS, Graph
+from .launching import picking
 from .schedule import Unsupported, backward, forward, saved
 from .segment import Segment
 
@@ -61,19 +63,48 @@ def _convolving(case: Case):
     raise Unsupported("; ".join(dict.fromkeys(refused)))
 
 
+def _beside(case: Case) -> tuple | None:
+    """What does the first pass, too, as sinks.py says."""
+    if not case.saving or case.stays_last:
+        return None
+    try:
+        return sinks.beside_v(_behind(case))
+    except Unsupported:
+        return None
+
+
 def requests(case: Case) -> list[dict]:
     """The first one is load's."""
-    return schedule.requests(_behind(case)) + _convolving(case).requests(alone(case))
+    behind, beside = _behind(case), _beside(case)
+    own = [sinks.build(*beside, behind)] if beside else _convolving(case).requests(alone(case))
+    return schedule.requests(behind) + own
 
 
 def describe(case: Case) -> str:
+    behind = _behind(case)
+    if beside := _beside(case):
+        mainloop, found = beside
+        return schedule.describe(behind, mainloop.name, min(found.parts))
     by = _convolving(case)
-    return schedule.describe(
-        _behind(case), by.describe(alone(case)).partition(":" if by is sinks else ",")[0]
-    )
+    return schedule.describe(behind, by.describe(alone(case)).partition(":" if by is sinks else ",")[0])
 
 
 def plan(case: Case) -> schedule.Plan:
+    behind = _behind(case)
+    if beside := _beside(case):
+        return _with_the_first_pass(behind, *beside)
     by = _convolving(case)
     own = by.plan(alone(case))
-    return schedule.plan(_behind(case), own=lambda x, weight: by.forward(own, (x, weight))[0])
+    return schedule.plan(behind, own=lambda x, weight: by.forward(own, (x, weight))[0])
+
+
+def _with_the_first_pass(case: Case, mainloop, found: sinks.Composed) -> schedule.Plan:
+    plan = schedule.plan(case, own=lambda *_: None)
+    launch = sinks.launch_of(
+        case, mainloop, found, lambda array, place: schedule.entry_of(plan, array, place)
+    )
+    pick = picking(
+        [launch.made.index(name) for name in ("y", *[array.name for array in plan.composed.saved])]
+    )
+    plan.instead = lambda arguments, _: pick(launch.run(arguments))
+    return plan
