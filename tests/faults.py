@@ -60,6 +60,7 @@ FAULTS = [
     Fault("kernels/grad/stream_input.cuh", "* taps + taps - 1 - tap", "* taps + tap", "test_engine_gradients.py -k 'of_x_by_stream and tf32'"),
     Fault("inline_kernels/engine/stored.py", "[array.name for array in plan.composed.saved]", "[array.name for array in reversed(plan.composed.saved)]", "test_engine_stored.py -k 'first_pass_beside_v and norm'"),
     Fault("inline_kernels/engine/sinks.py", "self.reading = self._texts()\n        if not self.reading or all", "self.reading = self._texts()[1:] or self._texts()\n        if not self.reading or all", "test_engine_stored.py -k 'first_pass_beside_v and norm'"),
+    Fault("kernels/load/planes.cuh", "return own.place + j; });", "return own.place + 0 * j; });", "test_engine_source.py -k 'cuda and (window or pool)'"),
     Fault("inline_kernels/engine/gradients.py", "[a - b for a, b in zip(reach, each)]", "[a for a, b in zip(reach, each)]", "test_engine_gradients.py -k 'of_x_by_stream and tf32'"),
     Fault("kernels/reduce/channels.cuh", "sum += p[i].sum * LogSumExp::share(p[i].most, most);", "sum += p[i].sum;", "test_engine_sinks.py -k 'test_tails or random_widths'"),
     Fault("kernels/store/edge.cuh", "count & (-2 * kElements)", "count & (-4 * kElements)", "test_engine_direct.py -k 'test_sizes and narrow2d'"),

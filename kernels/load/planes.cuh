@@ -194,7 +194,7 @@ template <int K, bool across = false> struct Point {
   }
   // The sum of what f says of the windows that hold this point.
   template <class P, class F> __device__ __forceinline__ T spread(P pool, const Extent& coarse, const F& f) const {
-    Coordinates here = coordinates(extent, position);
+    const Coordinates here = coordinates(extent, position);
     if constexpr (K == 1 || across) {
       return spread_to(here, pool, coarse, f);
     } else if constexpr (!P::kApart) {
@@ -208,12 +208,9 @@ template <int K, bool across = false> struct Point {
       }
       return values;
     } else {
-      return lanes<K>([&](int) {
-        const real value = spread_to(here, pool, coarse, f);
-        if (++here.w == extent.W) here.w = 0, here.h++;  // dividing anew takes longer than all the rest
-        if (here.h == extent.H) here.h = 0, here.d++;
-        return value;
-      });
+      if constexpr (P::kWidth % 2 == 0)  // or 0: all of a row; two neighbours then have one window
+        if (extent.W % 2 == 0 && here.w % 2 == 0) return spread_apart<2>(here, pool, coarse, f);
+      return spread_apart<1>(here, pool, coarse, f);
     }
   }
 
@@ -240,14 +237,43 @@ template <int K, bool across = false> struct Point {
     }
   }
   using OfWindow = std::conditional_t<across, Point, Point<1>>;
+  // The window that a place lies in, where they lie side by side, and which of its places that is; none behind the last window.
+  struct Own {
+    int window, place;
+    bool exists;
+  };
+  template <class P> __device__ __forceinline__ Own own_window(const Coordinates& here, P, const Extent& coarse) const {
+    const int kd = P::depth(extent), kh = P::height(extent), kw = P::width(extent);
+    const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
+    return {(z * coarse.H + y) * coarse.W + x, ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw,
+            z < coarse.D && y < coarse.H && x < coarse.W};
+  }
+  // kTogether neighbours lie in one window.
+  template <int kTogether, class P, class F>
+  __device__ __forceinline__ T spread_apart(Coordinates here, P pool, const Extent& coarse, const F& f) const {
+    T found = zero();
+#pragma unroll
+    for (int i = 0; i < K; i += kTogether) {
+      if constexpr (kTogether == 1) {
+        found.at[i] = spread_to(here, pool, coarse, f);
+      } else if (const Own own = own_window(here, pool, coarse); own.exists) {
+        const auto places = lanes<kTogether>([&](int j) { return own.place + j; });
+        const auto values = f(OfSeveral<kTogether>{{coarse, this->values, n, c, C, own.window, 0, true}, places});
+#pragma unroll
+        for (int j = 0; j < kTogether; j++) found.at[i + j] = lane_of(values, j);
+      }
+      here.w += kTogether;
+      if (here.w == extent.W) here.w = 0, here.h++;  // dividing anew takes longer than all the rest
+      if (here.h == extent.H) here.h = 0, here.d++;
+    }
+    return found;
+  }
   template <class P, class F>
   __device__ __forceinline__ typename OfWindow::T spread_to(const Coordinates& here, P pool, const Extent& coarse, const F& f) const {
     if constexpr (P::kApart) {
-      const int kd = P::depth(extent), kh = P::height(extent), kw = P::width(extent);
-      const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
-      if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return typename OfWindow::T{};
-      const int place = ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw;
-      return f(OfWindow{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place, true});
+      const Own own = own_window(here, pool, coarse);
+      if (!own.exists) return typename OfWindow::T{};
+      return f(OfWindow{coarse, values, n, c, C, own.window, own.place, true});
     } else {
       typename OfWindow::T total{};
       each_holding<1, across ? 2 : 1>(here, pool, coarse, [&](int window, int row, int first) {
