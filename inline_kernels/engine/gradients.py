@@ -3,7 +3,8 @@
 - PACKED: kernels/grad/packed_weight.cuh and packed_input.cuh. That pass then writes dz in 16 bits, as tensor cores take it
   (kernels/load/units.cuh). A float32 is one float16 under a scale for each sample: as exact as TF32, which eager runs for that gradient, or else
   the library serves.
-- FEW: kernels/grad/narrow2d_weight.cuh, for few channels in, of dz in planes, in float32's accuracy whatever eager runs. That of x is the library's.
+- FEW: kernels/grad/few_weight.cuh, for few channels in, of images and volumes, padded or not, of dz in planes; in TF32 where eager runs it for
+  that gradient, else in float32's accuracy. That of x is the library's.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> other, c
 }}
 """
 _FEW_TEXT = """// The gradient of {of}
-#include "grad/narrow2d_weight.cuh"
+#include "grad/few_weight.cuh"
 
-using Tile = grad::narrow2d::Tile<conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>, SHARED_LIMIT, DZ_ALIGNED>;
+using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {kernels}>;
+using Around = grad::few::Around<PADDED, {befores}>;
+using Tile = grad::few::Tile<Filter, Around, SHARED_LIMIT, DZ_ALIGNED, LINE, SPLIT>;
 
 EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> x, cudaStream_t stream) {{
-  grad::narrow2d::weight<Tile>(gradient, dz, x, stream);
+  grad::few::weight<Tile>(gradient, dz, x, stream);
 }}
 """
 
@@ -48,18 +51,26 @@ def fastest(segment, x: Tensor, weight: Tensor, dx: bool, in_units: bool) -> str
     """What gives the weight's gradient, where x has one as `dx` says; None: the library. in_units: can dz be written in 16 bits?"""
     times = {}
     if few_obstacle(segment, x, weight, dx) is None:
-        times[FEW] = few_expected(x, weight, dx)[0]
+        times[FEW] = few_expected(segment, x, weight, dx)[0]
     if in_units and obstacle(segment, x, weight, dx) is None:
         times[PACKED] = expected(x, weight, dx)[0]
     return min(times, key=lambda way: times[way], default=None)
 
 
-def _plain_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
-    if library.device_type(x) != "cuda" or weight.dim() != 4:
+def _plain_obstacle(segment, x: Tensor, weight: Tensor, dimensions=(4,), padded: bool = False) -> str | None:
+    """padded: may zeros be around x?"""
+    if library.device_type(x) != "cuda" or weight.dim() not in dimensions:
         return "they convolve images on a GPU"
     if not all(type(size) is int for size in (*x.shape, *weight.shape)):
         return "sizes are not known"
-    if segment.conv.groups != 1 or not mainloops.walk_of(segment, weight).is_plain:
+    walk = mainloops.walk_of(segment, weight)
+    plain = (
+        walk.is_plain
+        or padded
+        and {*walk.stride, *walk.dilation} == {1}
+        and segment.conv.padding_mode == "zeros"
+    )
+    if segment.conv.groups != 1 or not plain:
         return "the convolution has groups, a stride, padding or dilation"
     if library.is_channels_last(x, weight):
         return "x or the weight lies channels last"
@@ -68,22 +79,42 @@ def _plain_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
 
 def few_obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
     """Why FEW can't give the weight's gradient, or is not faster than the library; or None."""
-    if reason := _plain_obstacle(segment, x, weight):
+    if reason := _plain_obstacle(segment, x, weight, (4, 5), padded=True):
         return reason
     if weight.shape[1] > MOST_CHANNELS:
         return "there are many channels in"
-    if reason := tiling.few_weights_obstacle(x, weight):
+    size = _few_result(segment, x, weight)
+    if reason := tiling.few_weights_obstacle(x, weight, size, _splits(segment, x, weight)):
         return reason
-    ours, theirs = few_expected(x, weight, dx)
+    ours, theirs = few_expected(segment, x, weight, dx)
     return "the library is faster at such sizes" if theirs <= ours else None
 
 
-def few_expected(x: Tensor, weight: Tensor, dx: bool) -> tuple[float, float]:
-    """Microseconds, by ours and by the library, which gives that of x in either case."""
-    device, blocks = tiling.device_properties(x.device.index), tiling.few_weights(weight).blocks
-    ours, theirs = choice.few_weights_gradient(x.shape, weight.shape, blocks, device)
-    of_x = choice.input_gradient(x.shape, weight.shape, x.element_size(), device)[1] if dx else 0.0
+def few_expected(segment, x: Tensor, weight: Tensor, dx: bool) -> tuple[float, float]:
+    """Microseconds, by ours and by the library, which gives that of x in either case; of a volume's x not counted."""
+    device, split = tiling.device_properties(x.device.index), _splits(segment, x, weight)
+    size = _few_result(segment, x, weight)
+    tile = tiling.few_weights(weight, size, split, device.shared)
+    ours, theirs = choice.few_weights_gradient(x.shape, weight.shape, size, tile, split, device)
+    of_x = 0.0
+    if dx and weight.dim() == 4:
+        of_x = choice.input_gradient(x.shape, weight.shape, x.element_size(), device)[1]
     return ours + of_x, theirs + of_x
+
+
+def _few_result(segment, x: Tensor, weight: Tensor) -> list[int]:
+    """The extents of dz."""
+    walk = mainloops.walk_of(segment, weight)
+    return [sum(each) + 1 - k for *each, k in zip(x.shape[2:], walk.before, walk.behind, weight.shape[2:])]
+
+
+def _splits(segment, x: Tensor, weight: Tensor) -> bool:
+    """Are FEW's operands two TF32? Not where eager's are one."""
+    walk = mainloops.walk_of(segment, weight)
+    if walk.before != walk.behind:  # the library then pads x first
+        return True
+    settings = precision.PLAIN_SETTINGS if walk.is_plain else precision.Settings(padding=walk.before)
+    return not precision.runs_tf32(x, weight, "dw", settings)
 
 
 def obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
@@ -123,9 +154,17 @@ def requests(way: str, segment, x: Tensor, weight: Tensor, dx: bool) -> list[dic
     """What is built: for the weight, and by PACKED with dx for x, whose row may be one tile."""
     capability, shared, *_ = tiling.device_properties(x.device.index)
     defines = tiling.spatial_defines(weight.shape) | {"VALUE_T": CTYPES[x.dtype], "OUTPUT_T": CTYPES[x.dtype]}
-    defines["SHARED_LIMIT"] = shared
+    defines["SHARED_LIMIT"], by_axis = shared, {}
     if way == FEW:
-        known = {"weight": (_FEW_TEXT, {"DZ_ALIGNED": math.gcd(x.shape[3] - weight.shape[3] + 1, 4)})}
+        walk, size = mainloops.walk_of(segment, weight), _few_result(segment, x, weight)
+        line, split = tiling.few_line(size), _splits(segment, x, weight)
+        sizes = {"DZ_ALIGNED": math.gcd(size[-1], 4), "LINE": line, "SPLIT": int(split)}
+        axes = "DHW"[-len(size) :]
+        sizes |= {"PADDED": int(not walk.is_plain)} | {f"BEFORE_{a}": n for a, n in zip(axes, walk.before)}
+        by_axis = {
+            f"{what.lower()}s": ", ".join(f"{what}_{a}" for a in axes) for what in ("KERNEL", "BEFORE")
+        }
+        known = {"weight": (_FEW_TEXT, sizes)}
     else:
         defines["CAPABILITY"] = 90 if capability == (9, 0) else 80
         planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
@@ -135,7 +174,7 @@ def requests(way: str, segment, x: Tensor, weight: Tensor, dx: bool) -> list[dic
     return [
         {
             "name": f"gradient_of_{name}",
-            "source": text.format(of=f"the {name} of {own}", name=name),
+            "source": text.format(of=f"the {name} of {own}", name=name, **by_axis),
             "device": "cuda",
             "defines": defines | sizes,
         }
@@ -170,7 +209,9 @@ def planned(
 def in_words(way: str, segment, x: Tensor, weight: Tensor) -> str:
     """Where ours gives the weight's."""
     dx = way == PACKED and obstacle(segment, x, weight, True) is None
-    ours, theirs = map(round, few_expected(x, weight, False) if way == FEW else expected(x, weight, dx))
+    ours, theirs = map(
+        round, few_expected(segment, x, weight, False) if way == FEW else expected(x, weight, dx)
+    )
     what = (
         "the gradients of weight and x by kernels"
         if dx
