@@ -119,11 +119,12 @@ INPUT_OPERATIONS = {True: 560e6, False: 320e6}
 # RECORD: 46e6 to 122e6; with 3 channels in half of that); of images with few channels, for each, at least as of 8 (24e6 of 8, in float32 7e6 of 8, 18e6 of 16).
 LIBRARY_VOLUMES_INPUT = 110e6
 LIBRARY_FEW_INPUT, LIBRARY_FEW_INPUT_FLOAT32 = {2: 7e6, 4: 3.5e6}, 1.1e6
-# Of few channels in, in float32: the library's for each channel, at least as of 8, and at most (steps of benchmarks/results/fuse/2026-11-26-h100-train.json
-# less what their passes' bytes take: 19e6 to 21e6 with 8 channels to 64, 12e6 to 32, 32e6 with 16 to 64; of others not measured); those of
-# kernels/grad/narrow2d_weight.cuh, three for one, by what steps gained (…-later-train.json), and what its launches take, predicted.
-LIBRARY_FEW_WEIGHTS, LIBRARY_FEW_WEIGHTS_MOST = 2.6e6, 32e6
-FEW_WEIGHTS_OPERATIONS, FEW_WEIGHTS_START = 120e6, 15
+# Of few channels in: the library's of images for each channel, at least as of 8, and at most (steps of benchmarks/results/fuse/2026-11-26-h100-train.json
+# less what their passes' bytes take: 19e6 to 21e6 with 8 channels to 64, 12e6 to 32, 32e6 with 16 to 64); its of volumes at most (trials/few_weights.json:
+# 4e6 to 23e6). Those of kernels/grad/few_weight.cuh in the same record, one for each TF32 product, within a fifth: what launches take, the
+# longer one of products and bytes, and a part of the shorter one, which isn't hidden.
+LIBRARY_FEW_WEIGHTS, LIBRARY_FEW_WEIGHTS_MOST, LIBRARY_FEW_VOLUMES = 2.6e6, 32e6, 23e6
+FEW_WEIGHTS_OPERATIONS, FEW_WEIGHTS_START, FEW_WEIGHTS_BESIDE = 200e6, 15, 0.6
 WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
 
 
@@ -260,19 +261,21 @@ def weight_gradient(
 
 
 def few_weights_gradient(
-    image: Sequence[int], filters: Sequence[int], blocks: int, device
+    image: Sequence[int], filters: Sequence[int], size: Sequence[int], tile, split: bool, device
 ) -> tuple[float, float]:
-    """The same of few channels in, in float32: of a dz in planes. blocks: how often it is read."""
+    """The same of few channels in: of a dz in planes, of those extents. tile: a tiling.FewWeights. split: are operands two TF32?"""
     outputs, channels, *kernel = filters
-    rows, columns = (extent - taps + 1 for extent, taps in zip(image[2:], kernel))
-    taps, x, dz = math.prod(kernel), math.prod(image), image[0] * outputs * rows * columns
-    bytes_a_time, rates = PASS_BYTES * device.scale.memory, device.scale.compute
-    # Products of 16 pixels, 32 channels out, and 8 taps of channels in.
-    padded = -(-columns // 16) * 16 * (-(-outputs // 32) * 32) * (-(-channels * taps // 8) * 8)
-    products = 3 * 2 * image[0] * rows * padded / (FEW_WEIGHTS_OPERATIONS * rates)
-    ours = FEW_WEIGHTS_START + max(products, 4 * blocks * (dz + x) / bytes_a_time)
+    taps, x, pixels = math.prod(kernel), math.prod(image), image[0] * math.prod(size)
+    dz, bytes_a_time, rates = pixels * outputs, PASS_BYTES * device.scale.memory, device.scale.compute
+    padded = pixels // size[-1] * (-(-size[-1] // 16) * 16) * tile.outputs * tile.columns
+    products = (3 if split else 1) * 2 * padded / (FEW_WEIGHTS_OPERATIONS * rates)
+    again = (tile.lines + kernel[1] - 1) / tile.lines if len(kernel) == 3 else 1  # x is read
+    less, more = sorted((products, 4 * tile.blocks * (dz + again * x) / bytes_a_time))
+    ours, volumes = FEW_WEIGHTS_START + more + FEW_WEIGHTS_BESIDE * less, len(kernel) == 3
     rate = min(LIBRARY_FEW_WEIGHTS * max(channels, 8), LIBRARY_FEW_WEIGHTS_MOST)
+    rate = LIBRARY_FEW_VOLUMES if volumes else rate
     theirs = max(2 * dz * channels * taps / (rate * rates), 4 * (dz + x) / bytes_a_time)
+    theirs += 2 * 4 * (dz + x) / bytes_a_time if volumes else 0  # they are turned to channels last first
     return ours, LIBRARY_STARTS[4] + theirs
 
 

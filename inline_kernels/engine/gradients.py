@@ -3,7 +3,8 @@
 - PACKED: kernels/grad/packed_weight.cuh and packed_input.cuh. That pass then writes dz in 16 bits, as tensor cores take it
   (kernels/load/units.cuh). A float32 is one float16 under a scale for each sample: as exact as TF32, which eager runs for that gradient, or else
   the library serves.
-- FEW: kernels/grad/narrow2d_weight.cuh, for few channels in, of dz in planes, in float32's accuracy whatever eager runs.
+- FEW: kernels/grad/few_weight.cuh, for few channels in, of images and volumes, padded or not, of dz in planes; in TF32 where eager runs it for
+  that gradient, else in float32's accuracy.
 - STREAM: kernels/grad/stream_input.cuh, for x, of dz in planes: a convolution of few channels in or of volumes, for which the library's gradient
   computes many more.
 """
@@ -45,12 +46,14 @@ EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> other, c
 }}
 """
 _FEW_TEXT = """// The gradient of {of}
-#include "grad/narrow2d_weight.cuh"
+#include "grad/few_weight.cuh"
 
-using Tile = grad::narrow2d::Tile<conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>, SHARED_LIMIT, DZ_ALIGNED>;
+using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {kernels}>;
+using Around = grad::few::Around<PADDED, {befores}>;
+using Tile = grad::few::Tile<Filter, Around, SHARED_LIMIT, DZ_ALIGNED, LINE, SPLIT>;
 
 EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> x, cudaStream_t stream) {{
-  grad::narrow2d::weight<Tile>(gradient, dz, x, stream);
+  grad::few::weight<Tile>(gradient, dz, x, stream);
 }}
 """
 
@@ -72,7 +75,7 @@ def fastest(segment, x: Tensor, weight: Tensor, dx: bool, dw: bool, in_units: bo
     of_weight = FEW if dw and few_obstacle(segment, x, weight) is None else None
     if dw and in_units and obstacle(segment, x, weight, dx) is None:
         given = x.shape, weight.shape, x.element_size(), tiling.device_properties(x.device.index)
-        of_each = [few_expected(x, weight)[0] if of_weight else choice.weight_gradient(*given)[1]]
+        of_each = [few_expected(segment, x, weight)[0] if of_weight else choice.weight_gradient(*given)[1]]
         if dx:
             of_each.append(
                 stream_expected(segment, x, weight)[0] if of_x else choice.input_gradient(*given)[1]
@@ -82,12 +85,20 @@ def fastest(segment, x: Tensor, weight: Tensor, dx: bool, dw: bool, in_units: bo
     return Ways(of_x, of_weight)
 
 
-def _plain_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
-    if library.device_type(x) != "cuda" or weight.dim() != 4:
+def _plain_obstacle(segment, x: Tensor, weight: Tensor, dimensions=(4,), padded: bool = False) -> str | None:
+    """padded: may zeros be around x?"""
+    if library.device_type(x) != "cuda" or weight.dim() not in dimensions:
         return "they convolve images on a GPU"
     if not all(type(size) is int for size in (*x.shape, *weight.shape)):
         return "sizes are not known"
-    if segment.conv.groups != 1 or not mainloops.walk_of(segment, weight).is_plain:
+    walk = mainloops.walk_of(segment, weight)
+    plain = (
+        walk.is_plain
+        or padded
+        and {*walk.stride, *walk.dilation} == {1}
+        and segment.conv.padding_mode == "zeros"
+    )
+    if segment.conv.groups != 1 or not plain:
         return "the convolution has groups, a stride, padding or dilation"
     if library.is_channels_last(x, weight):
         return "x or the weight lies channels last"
@@ -96,20 +107,38 @@ def _plain_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
 
 def few_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
     """Why FEW can't give the weight's gradient, or is not faster than the library; or None."""
-    if reason := _plain_obstacle(segment, x, weight):
+    if reason := _plain_obstacle(segment, x, weight, (4, 5), padded=True):
         return reason
     if weight.shape[1] > MOST_CHANNELS:
         return "there are many channels in"
-    if reason := tiling.few_weights_obstacle(x, weight):
+    size = _few_result(segment, x, weight)
+    if reason := tiling.few_weights_obstacle(x, weight, size, _splits(segment, x, weight)):
         return reason
-    ours, theirs = few_expected(x, weight)
+    ours, theirs = few_expected(segment, x, weight)
     return "the library is faster at such sizes" if theirs <= ours else None
 
 
-def few_expected(x: Tensor, weight: Tensor) -> tuple[float, float]:
+def few_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
     """Microseconds, by ours and by the library."""
-    device, blocks = tiling.device_properties(x.device.index), tiling.few_weights(weight).blocks
-    return choice.few_weights_gradient(x.shape, weight.shape, blocks, device)
+    device, split = tiling.device_properties(x.device.index), _splits(segment, x, weight)
+    size = _few_result(segment, x, weight)
+    tile = tiling.few_weights(weight, size, split, device.shared)
+    return choice.few_weights_gradient(x.shape, weight.shape, size, tile, split, device)
+
+
+def _few_result(segment, x: Tensor, weight: Tensor) -> list[int]:
+    """The extents of dz."""
+    walk = mainloops.walk_of(segment, weight)
+    return [sum(each) + 1 - k for *each, k in zip(x.shape[2:], walk.before, walk.behind, weight.shape[2:])]
+
+
+def _splits(segment, x: Tensor, weight: Tensor) -> bool:
+    """Are FEW's operands two TF32? Not where eager's are one."""
+    walk = mainloops.walk_of(segment, weight)
+    if walk.before != walk.behind:  # the library then pads x first
+        return True
+    settings = precision.PLAIN_SETTINGS if walk.is_plain else precision.Settings(padding=walk.before)
+    return not precision.runs_tf32(x, weight, "dw", settings)
 
 
 class _Turned(NamedTuple):
@@ -186,6 +215,21 @@ def stream_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
     return ours, choice.library_input_gradient(x.shape, weight.shape, itemsize, device, dz, tf32)
 
 
+def _few_result(segment, x: Tensor, weight: Tensor) -> list[int]:
+    """The extents of dz."""
+    walk = mainloops.walk_of(segment, weight)
+    return [sum(each) + 1 - k for *each, k in zip(x.shape[2:], walk.before, walk.behind, weight.shape[2:])]
+
+
+def _splits(segment, x: Tensor, weight: Tensor) -> bool:
+    """Are FEW's operands two TF32? Not where eager's are one."""
+    walk = mainloops.walk_of(segment, weight)
+    if walk.before != walk.behind:  # the library then pads x first
+        return True
+    settings = precision.PLAIN_SETTINGS if walk.is_plain else precision.Settings(padding=walk.before)
+    return not precision.runs_tf32(x, weight, "dw", settings)
+
+
 def obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
     """Why PACKED can't give the weight's gradient, and with dx that of x, or is not as exact as eager, or not faster than the library; or None."""
     if reason := _plain_obstacle(segment, x, weight):
@@ -224,9 +268,14 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor) -> dict[str, dict]:
     capability, shared, *_ = tiling.device_properties(x.device.index)
     known = {"VALUE_T": CTYPES[x.dtype], "OUTPUT_T": CTYPES[x.dtype], "SHARED_LIMIT": shared}
     spatial, own, texts = tiling.spatial_defines(weight.shape), segment.conv.name or "the convolution", {}
+    axes = "DHW"[5 - weight.dim() :]
     if ways.weight == FEW:
-        aligned = math.gcd(x.shape[3] - weight.shape[3] + 1, 4)
-        texts["weight"] = _FEW_TEXT, {}, spatial | {"DZ_ALIGNED": aligned}
+        walk, size = mainloops.walk_of(segment, weight), _few_result(segment, x, weight)
+        line, split = tiling.few_line(size), _splits(segment, x, weight)
+        words = {f"{what.lower()}s": ", ".join(f"{what}_{a}" for a in axes) for what in ("KERNEL", "BEFORE")}
+        defines = {"DZ_ALIGNED": math.gcd(size[-1], 4), "LINE": line, "SPLIT": int(split)}
+        defines |= {"PADDED": int(not walk.is_plain)} | {f"BEFORE_{a}": n for a, n in zip(axes, walk.before)}
+        texts["weight"] = _FEW_TEXT, words, spatial | defines
     elif ways.weight == PACKED:
         planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
         counts = {"COUNTS_IN_INT": planned["COUNTS_IN_INT"]}
@@ -235,7 +284,7 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor) -> dict[str, dict]:
         if ways.x:
             texts["input"] = _TEXT, {}, spatial | counts
     if ways.x == STREAM:
-        turned, axes = _Turned.of(segment, x, weight), "DHW"[5 - weight.dim() :]
+        turned = _Turned.of(segment, x, weight)
         words = {
             "taps": ", ".join(f"KERNEL_{axis}" for axis in axes),
             "walk": mainloops.walk_text(len(axes)),
@@ -291,7 +340,7 @@ def in_words(segment, x: Tensor, weight: Tensor, in_units: bool) -> list[str]:
         return [given("the gradients of weight and x by kernels", expected(x, weight, True))]
     if alone:
         where = ", where x has none," * (both.weight != alone)
-        times = few_expected(x, weight) if alone == FEW else expected(x, weight, False)
+        times = few_expected(segment, x, weight) if alone == FEW else expected(x, weight, False)
         words.append(given(f"the weight's gradient{where} by a kernel", times))
     if both.x:
         words.append(given("x's gradient by a kernel", stream_expected(segment, x, weight)))

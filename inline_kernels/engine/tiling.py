@@ -349,22 +349,52 @@ def packed_input_obstacle(x: Tensor, weight: Tensor):
 
 
 class FewWeights(NamedTuple):
-    """kernels/grad/narrow2d_weight.cuh's: blocks that share the weight's gradient, each of which reads dz, and the least shared memory of one."""
+    """kernels/grad/few_weight.cuh's: blocks that share the weight's gradient, each of which reads dz; channels out and columns that they multiply;
+    shared memory of the smallest slab of dz, and lines of the one that it takes."""
 
     blocks: int
+    outputs: int
+    columns: int
     shared: int
+    lines: int
 
 
-def few_weights(weight: Tensor) -> FewWeights:
-    C, channels, kh, kw = weight.shape
-    rows = 32 if C > 16 else 16  # of a warp
-    row_groups = min(4, _power_of_two_from(ceil_div(C, rows)))
-    groups = ceil_div(channels * kh * kw, 8 * 9)  # of columns, a warp's
+def few_line(size: Sequence[int]) -> int:
+    """Pixels of a line of a slab of dz of such extents, at most: a power of two that has room for its rows, if they aren't long."""
+    least, most = (16, 128) if len(size) == 3 else (128, 256)  # an image's slab is one line
+    return min(most, max(least, _power_of_two_from(size[-1])))
+
+
+def few_weights(weight: Tensor, size: Sequence[int], split: bool, shared: int) -> FewWeights:
+    """size: of dz. split: are operands two TF32?"""
+    (C, channels, *kernel), volumes, parts = weight.shape, len(size) == 3, 2 if split else 1
+    row_groups = min(4, _power_of_two_from(ceil_div(C, 16)))
+    chunk = kernel[-1] if kernel[-1] <= 5 else 4  # taps in a line
+    items = ceil_div(channels * math.prod(kernel[:-1]), 8) * ceil_div(kernel[-1], chunk)
+    groups = ceil_div(items, max(1, 15 // chunk))  # of columns, a warp's
     column_groups = min(8 // row_groups, _power_of_two_from(groups))
-    strip = max(64, 16 * (8 // row_groups // column_groups))
-    ring = (kh + 1) * channels * (ceil_div(strip + kw - 5, 8) * 8 + 4) * 8
-    stage = (rows * row_groups * (strip + 4) + ceil_div(channels * (strip + kw - 1), 4) * 4) * 4
-    return FewWeights(ceil_div(C, rows * row_groups) * ceil_div(groups, column_groups), ring + 3 * stage)
+    column_blocks, row_blocks = ceil_div(groups, column_groups), ceil_div(C, 16 * row_groups)
+    fewest = 64 if volumes else max(64, 16 * (8 // row_groups // column_groups))
+    taps = kernel[1] if volumes else 1  # of lines
+
+    def pitch(words: int) -> int:
+        return ceil_div(words - 16, 32) * 32 + 16
+
+    def needed(pixels: int) -> int:
+        line = min(few_line(size), pixels)
+        input_lines, row = pixels // line + taps - 1, ceil_div(line + kernel[-1] + 2, 4) * 4
+        row = pitch(row) if channels % 2 and taps > 1 else row
+        ring = (kernel[0] + 1) * parts * channels * pitch(input_lines * row)
+        return 16 + 4 * (ring + 3 * (16 * row_groups * (pixels + 16) + channels * input_lines * row))
+
+    pixels = 512 if volumes else few_line(size)
+    while pixels > fewest and needed(pixels) > shared:
+        pixels //= 2
+    lines = pixels // min(few_line(size), pixels) if volumes else 1
+    columns = column_blocks * column_groups * ceil_div(items, column_blocks * column_groups) * chunk * 8
+    return FewWeights(
+        column_blocks * row_blocks, row_blocks * row_groups * 16, columns, needed(pixels), lines
+    )
 
 
 def _power_of_two_from(n: int) -> int:
@@ -372,12 +402,12 @@ def _power_of_two_from(n: int) -> int:
 
 
 @first_obstacle
-def few_weights_obstacle(x: Tensor, weight: Tensor):
-    """Of the weight's gradient by kernels/grad/narrow2d_weight.cuh."""
+def few_weights_obstacle(x: Tensor, weight: Tensor, size: Sequence[int], split: bool):
+    """Of the weight's gradient by kernels/grad/few_weight.cuh."""
     yield x.dtype != torch.float32, "the kernel is written for float32"
     yield from _fused_obstacles(x, x.dtype)
-    too_large = few_weights(weight).shared > device_properties(x.device.index).shared
-    yield too_large, "the rows do not fit in shared memory"
+    shared = device_properties(x.device.index).shared
+    yield few_weights(weight, size, split, shared).shared > shared, "the rows do not fit in shared memory"
 
 
 # ----------------------------------------------------------------------------------------------------------------- stream
