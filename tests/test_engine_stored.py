@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -330,3 +332,17 @@ def test_where_no_mainloop_takes_the_convolution(layer):
     with pytest.raises(stored.Unsupported, match="stride"):
         stored.requests(Case(*given(model, x), False, x.dtype))
     assert fuse(model).plan(x)[0].runs == "load"
+
+
+def test_what_is_refused_keeps_no_tensor(layer):
+    """The reasons are kept, of the first pass beside v, too; the exceptions would keep who called."""
+    model, x = layer("wide", least)
+    arguments = given(model, x)
+    seen = weakref.ref(x)
+    with pytest.raises(stored.Unsupported):
+        sinks.beside_v(Case(*arguments, True, x.dtype))
+    with pytest.raises(stored.Unsupported):
+        sinks.requests(Case(*arguments, False, x.dtype))
+    del x, arguments
+    gc.collect()
+    assert seen() is None

@@ -83,9 +83,9 @@ def composed(
             try:
                 known[key] = _Composer(segment, mainloop, exact_order, stores, saving).composed()
             except Unsupported as error:
-                known[key] = error
-        if isinstance(known[key], Unsupported):
-            raise known[key]
+                known[key] = str(error)  # itself would keep its callers' tensors
+        if isinstance(known[key], str):
+            raise Unsupported(known[key])
         return known[key]
 
 
