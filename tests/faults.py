@@ -65,7 +65,7 @@ FAULTS = [
     Fault("kernels/reduce/channels.cuh", "sum += p[i].sum * LogSumExp::share(p[i].most, most);", "sum += p[i].sum;", "test_engine_sinks.py -k 'test_tails or random_widths'"),
     Fault("kernels/store/edge.cuh", "count & (-2 * kElements)", "count & (-4 * kElements)", "test_engine_direct.py -k 'test_sizes and narrow2d'"),
     Fault("kernels/conv/narrow2d_tile.cuh", "min(kColumns, width() - tile * kColumns)", "min(kColumns, width() - tile * kColumns - 1)", "test_engine_direct.py -k 'test_sizes and narrow2d'"),
-    Fault("kernels/load/planes.cuh", "x >= coarse.W) return typename", "x > coarse.W) return typename", "test_engine_source.py -k random_programs"),
+    Fault("kernels/load/planes.cuh", "y < coarse.H && x < coarse.W};", "y < coarse.H && x <= coarse.W};", "test_engine_source.py -k random_programs"),
     Fault("kernels/load/planes.cuh", "j < i + kPack && j < S; j++", "j < i + kPack - 1 && j < S; j++", "test_engine_source.py -k random_programs"),
     Fault("kernels/load/extreme.cuh", "(sign > 0 ? x > value : x < value)", "(sign > 0 ? x >= value : x <= value)", "test_engine_source.py -k ties"),
     Fault("kernels/load/reduce.cuh", "if (count == 0) shift = x;", "", "test_engine_source.py -k large_means"),
