@@ -333,9 +333,10 @@ def _figure(columns: int, height: float, title: str, width: float = 7.6):
 
 def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
     """Ladders side by side as a matplotlib figure, each (title, rungs, peers): a bar per rung with its speed-up over eager, a diamond where
-    it was predicted, hatched where it misses the rule; a dashed line per peer's speed-up.
+    it was predicted, hatched where it misses the rule, a line from one quartile to the other; a dashed line per peer's speed-up.
 
-    A rung: name, ms, eager_ms, predicted_ms (or None), ok; error, as a multiple of eager's, if it is a number.
+    A rung: name, ms, eager_ms, predicted_ms (or None), ok; low_ms and high_ms, its quartiles, if they are known; error, as a multiple of
+    eager's, if it is a number.
     """
     from matplotlib import pyplot
 
@@ -354,7 +355,14 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
                     error = rung.get("error")
                     text += f" · error {error:,.3g} × eager’s" if error else " · wrong"
                 colour = COLOURS.get(rung["name"].split()[0], OURS)
-                _bar(axis, y, begin, factor, colour, text, hatched=not rung["ok"], after=guess or 0.0)
+                first, last = (
+                    rung["eager_ms"] / (rung.get(key) or rung["ms"]) for key in ("high_ms", "low_ms")
+                )
+                after = max(guess or 0.0, last)
+                _bar(axis, y, begin, factor, colour, text, hatched=not rung["ok"], after=after)
+                if "low_ms" in rung:
+                    between = [[factor - first], [last - factor]]
+                    axis.errorbar(factor, y, xerr=between, fmt="none", ecolor=INK, capsize=3, linewidth=1, zorder=3)  # fmt: skip
                 if guess:
                     axis.plot(guess, y, marker="D", color="#ffffff", markeredgecolor=INK, markersize=5, zorder=4)  # fmt: skip
             for name, speedup in peers.items():
@@ -368,6 +376,7 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
             + "; eager = 1"
             + " · diamond: predicted" * any(rung["predicted_ms"] for rung in every)
         )
+        legend += " · line: quartiles" * any("low_ms" in rung for rung in every)
         legend += " · dashed: the best peer" * any(peers for *_, peers in ladders)
         legend += " · hatched: less exact than the rule asks" * any(not rung["ok"] for rung in every)
         axes[0].set_xlabel(legend, fontsize=8)
