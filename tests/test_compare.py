@@ -135,7 +135,9 @@ def test_a_peer_is_judged_on_the_mean_of_draws():
         def forward(self, x):
             return self.model(x) * (1 + 1e-6 * (self is made[0]))  # in one draw of several
 
-    result = compare.check(compare.contest_of(small(MIN_ADD), peers={"unlucky": Unlucky}), "unlucky", seed=1)
+    result = compare.check(
+        compare.contest_of(small(MIN_ADD), peers={"unlucky": Unlucky}), "unlucky", seed=1, phase="forward"
+    )
     assert result.ok and "mean of" in result.errors[0].case and len(made) >= checks.DRAWS, str(result)
 
 
