@@ -358,8 +358,10 @@ class Ladder:
         """The errors of what a result of a single value hides. Of what the repository ships, which has no `parts`, gradients tell: those of one
         sample. Raises AssertionError for a rung that can't show it."""
         if type(module) is self.problem.ModelNew:
+            with torch.no_grad():
+                variant = module.plan(self.x).variant  # which another batch may not be worth
             options = {"device": self.device, "phase": "train", "batch_size": 1, "seed": self.seed}
-            found = compare.check(self.problem, module.variant, **options)
+            found = compare.check(self.problem, variant, **options)
             assert not found.complaints, "\n".join(found.complaints)
             return found.errors
         given = [

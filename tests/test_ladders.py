@@ -142,3 +142,19 @@ def test_what_computes_nothing_is_no_rung_of_a_known_result(lesson):
     ):  # fmt: skip
         with pytest.raises(AssertionError, match=why):
             ladder.rung(cheat.__name__, cheat)
+
+
+def test_what_is_shipped_shows_by_its_gradients_that_it_computes(lesson, monkeypatch):
+    ladder = lesson["ladder"]
+
+    class Cheat(ladder.problem.ModelNew):
+        """Right, and with gradients of everything, all zero, but for NaN."""
+
+        def forward(self, x):
+            touched = 0 * (x.sum((1, 2, 3, 4)) + sum(p.sum() for p in self.parameters()))
+            size = len(x), 16, *(extent - 2 for extent in x.shape[2:])
+            return self.dropout(x.new_full(size, 0.25) + touched.view(-1, 1, 1, 1, 1))
+
+    monkeypatch.setattr(ladder, "problem", dataclasses.replace(ladder.problem, ModelNew=Cheat))
+    with pytest.raises(AssertionError, match="gradient"):
+        ladder.rung("shipped", Cheat.from_eager(ladder.model))
