@@ -262,7 +262,7 @@ def ranking():
     for row in item["rows"]:
         times.setdefault(row["problem"], {})[row["variant"]] = row["median_ms"]
     factors = {str(problem): each["eager"] / each["fuse"] for problem, each in times.items()}
-    title = f"fuse, forward, the GPU’s time over eager’s · {item['gpu']}, {item['date'][:10]}"
+    title = f"fuse: speed-up over eager, forward, the GPU’s time · {item['gpu']}, {item['date'][:10]}"
     return charts.ranking(factors, title, "problem of KernelBench level 2")
 
 

@@ -6,6 +6,7 @@ turn with eager, set beside its prediction, and drawn. Where there is no GPU, th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import datetime
 import functools
@@ -15,8 +16,9 @@ import io
 import json
 import math
 import os
+import statistics
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pygments
@@ -272,25 +274,30 @@ def right(problem, device: str, phases=("forward", "train_dx"), variants=None) -
 # -------------------------------------------------------------------------------------------------------------- rungs
 
 
+AS_DRAWN = "random parameters", lambda *given: None
+
+
 class Ladder:
     """Ways to compute one problem, climbed: `rung` checks and times one, and draws all so far.
 
     model and x are the reference, with random parameters, and the input: what a kernel of the reader's own may take its arguments from.
     cases: situations beside random parameters in which rungs are checked; by default those of the problem. A rung that needs a GPU where
     there is none is given as None: its recorded time stands for it.
+
+    within, where the result is a single value, which proves nothing: a pair of functions, of_reference(model, x), what the result hides, and
+    of_rung(module), a module that gives this by the rung's own kernels, made anew of the sources in its `parts`.
     """
 
     def __init__(
-        self, problem, device: str, *, phase: str = "forward", batch: int | None = None, cases=None, seed=0
-    ):
+        self, problem, device: str, *, phase: str = "forward", batch: int | None = None, cases=None,
+        within: tuple[Callable, Callable] | None = None, seed=0
+    ):  # fmt: skip
         self.problem, self.device, self.phase, self.seed = problem, device, phase, seed
         self.contest = compare.contest_of(
             problem, device=device, batch_size=batch or batch_size(problem, device)
         )
-        self.cases = [
-            ("random parameters", lambda *given: None),
-            *(problem.cases if cases is None else cases),
-        ]
+        self.within = within
+        self.cases = [AS_DRAWN, *(problem.cases if cases is None else cases)]
         self.model, self.inputs = self.contest.drawn(seed)
         self.x = self.inputs[0]
         self.rows: list[dict] = []
@@ -309,12 +316,12 @@ class Ladder:
         module: a module (it gets the reference's parameters, by name), a class with the problem's constructor, or a function of x. bytes:
         what it reads and writes, for the roofline. Raises AssertionError where the error is more than twice eager's, but for exact=False,
         which draws it hatched; and, where the reference gives a single value, which proves nothing, if NaN in x does not reach
-        the result.
+        the result, or if what is within it is wrong or isn't there to be seen (see `_within`).
         """
         tell = status()
         if module is None:
             self.rows.append({"name": name, "predicted_ms": predicted_ms, "bytes": bytes, "ms": None})
-            tell(f"{name}: needs a GPU")
+            tell(f"{name}: " + ("this GPU can’t run it" if self.device == "cuda" else "needs a GPU"))
             return self.draw()
         if isinstance(module, type):
             module = module(*self.problem.get_init_inputs()).to(self.device)
@@ -323,28 +330,55 @@ class Ladder:
         errors = []
         for case in self.cases:
             tell(f"{name}: checking, {case[0]} …")
-            errors += checks.judged_on_draws(functools.partial(self._errors, contestant, case))
+            errors += checks.judged_on_draws(functools.partial(self._errors, self.model, contestant, case))
         worst = max(errors, key=lambda error: error.share)
         assert worst.share <= 1 or not exact, f"{name}: {2 * worst.share:.3g} × eager’s error\n{worst}"
         if not compare.tells(self.contest, self.seed):
             probe = honesty.Probe(contestant.module, self.model, self.inputs, self.phase)
             found = next(honesty.passes_nan(probe), "")
             assert not found, f"{name} {found}"
+            errors += self._within(name, contestant.module)
+            worst = max(errors, key=lambda error: error.share)
+            assert worst.share <= 1 or not exact, f"{name}: {2 * worst.share:.3g} × eager’s error\n{worst}"
         tell(f"{name}: timing …")
         row = {"name": name, "predicted_ms": predicted_ms, "bytes": bytes, **self._times(contestant)}
         row |= {"error": 2 * worst.share if math.isfinite(worst.share) else None, "ok": worst.share <= 1}
         row |= {"norm": worst.norm, "eager_norm": worst.eager_norm}
         self.rows = [other for other in self.rows if other["name"] != name] + [row]
         said = "" if predicted_ms is None else f", predicted {predicted_ms:.3g} ms"
+        factor = over_one_eager(self.rows)[-1]["eager_ms"] / row["ms"]
         tell(
-            f"{name}: {row['ms']:.3g} ms{said}; {row['eager_ms'] / row['ms']:.2f} × eager; {math.nan if row['error'] is None else row['error']:.2f} × eager’s error "
+            f"{name}: {row['ms']:.3g} ms{said}; {factor:.2f} × eager; {math.nan if row['error'] is None else row['error']:.2f} × eager’s error "
             f"(limit 2; {len(errors)} results)"
         )
         self.draw()
         return row
 
-    def _errors(self, contestant, case, number: int, cancelling: bool) -> list[checks.Error]:
-        """Of one draw of parameters and input, in a case; the parameters are then as before."""
+    def _within(self, name: str, module) -> list[checks.Error]:
+        """The errors of what a result of a single value hides. Of what the repository ships, which has no `parts`, gradients tell: those of one
+        sample. Raises AssertionError for a rung that can't show it."""
+        if type(module) is self.problem.ModelNew:
+            with torch.no_grad():
+                variant = module.plan(self.x).variant  # which another batch may not be worth
+            options = {"device": self.device, "phase": "train", "batch_size": 1, "seed": self.seed}
+            found = compare.check(self.problem, variant, **options)
+            assert not found.complaints, "\n".join(found.complaints)
+            return found.errors
+        given = [
+            next((kind for kind in type(module).__mro__ if part in vars(kind)), None) for part in ("parts", "kernels")
+        ]  # fmt: skip
+        assert self.within and given[0], f"{name} has no `parts`: nothing shows what its result hides"
+        assert given[0] is given[1], f"{name}: `kernels` and the `parts` they are made of stand in one class"
+        of_reference, of_rung = self.within
+        inner = copy.copy(self.model)
+        inner.__class__ = type("Within", (type(self.model),), {"forward": of_reference})
+        twin = checks.as_contestant(compare.with_parameters_of(of_rung(module), self.model), self.model)
+        with honesty.evaluation(self.model, twin.module):  # nothing is dropped, which would look like a mask
+            errors = functools.partial(self._errors, inner, twin, ("what the result hides", AS_DRAWN[1]))
+            return checks.judged_on_draws(errors)
+
+    def _errors(self, model, contestant, case, number: int, cancelling: bool) -> list[checks.Error]:
+        """Of one draw of parameters and input, in a case, `model` being the reference; its parameters are then as before."""
         before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         torch.manual_seed(self.seed + number)
         inputs = [t.clone() for t in self.inputs]
@@ -353,7 +387,7 @@ class Ladder:
         case[1](self.model, *inputs)
         try:
             found, complaints = checks.errors_of(
-                case[0], contestant, self.model, inputs, self.phase, cancelling=cancelling
+                case[0], contestant, model, inputs, self.phase, cancelling=cancelling
             )
         finally:
             with torch.no_grad():
@@ -370,15 +404,19 @@ class Ladder:
         pair = {"eager": checks.as_contestant(self.model, self.model), "rung": contestant}
         calls = {name: timing.Call.of(each, self.inputs, self.phase, g) for name, each in pair.items()}
         times = timing.time(calls, self.device, seconds=0.6)
-        return {"ms": times["rung"].median, "eager_ms": times["eager"].median}
+        rung = times["rung"]
+        return {
+            "ms": rung.median,
+            "low_ms": rung.low,
+            "high_ms": rung.high,
+            "eager_ms": times["eager"].median,
+        }
 
     @functools.cached_property
     def recorded(self) -> dict | None:
-        """The ladder of the same name that was climbed on a GPU, where this is none."""
+        """The ladder of the same name that was climbed on a GPU."""
         path = LADDERS / f"{self.problem.name}-{self.phase}.json"
-        if self.device == "cuda" or not path.is_file():
-            return None
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     def _peers(self) -> dict[str, float]:
         """The best exact peer's speed-up over eager in the newest record of this GPU, by its name."""
@@ -395,16 +433,20 @@ class Ladder:
         return {f"{best['variant']} (record {item['name']})": best["speedup_vs_eager"]}
 
     def draw(self) -> None:
-        """All rungs so far: speed-up over eager, with its prediction; beside it the recorded rungs where there is no GPU."""
+        """All rungs so far: speed-up over one eager, the median of what eager took beside each, with its prediction; beside it the recorded
+        rungs where this machine can't run all of them. Says so where eager's times drifted."""
         situation = f"{self.phase}, batch {len(self.x)}"
-        ladders = [
-            (f"{measured(self.device)}, {situation}", [row for row in self.rows if row["ms"]], self._peers())
-        ]
-        if self.recorded:
+        timed = over_one_eager(self.rows)
+        ladders = [(f"{measured(self.device)}, {situation}{_eager_of(timed)}", timed, self._peers())]
+        if self.recorded and (self.device == "cpu" or len(timed) < len(self.rows)):
             names = [row["name"] for row in self.rows]
-            rows = [row for row in self.recorded["rows"] if row["name"] in names]
-            title = f"{self.recorded['title']}, {self.recorded['date'][:10]}"
+            rows = over_one_eager(row for row in self.recorded["rows"] if row["name"] in names)
+            title = f"{self.recorded['title']}, {self.recorded['date'][:10]}{_eager_of(rows)}"
             ladders.append((title, rows, {}))
+        if (drift := drift_of(self.rows)) > DRIFT:
+            print(
+                f"eager drifted by {drift:.0%} between steps: factors are over its median; run again on a quiet machine"
+            )
         title = f"{_machine(self.device)}, {situation}"  # the record has a date
         data = {"name": f"{self.problem.name}-{self.phase}", "title": title, "rows": self.rows}
         picture(charts.ladder(ladders), **({RUNGS: data} if self.device == "cuda" else {}))
@@ -414,3 +456,23 @@ class Ladder:
         work = self.problem.operations(self.model, self.x)
         points = [row | {"operations": work} for row in self.rows if row["ms"] and row["bytes"]]
         picture(charts.roofline(points, roofs(self.device), measured(self.device)))
+
+
+DRIFT = 0.05  # of eager's times between steps, above which a ladder says so
+
+
+def over_one_eager(rows: Iterable[dict]) -> list[dict]:
+    """The rungs that were timed, each beside the same eager: the median of what it took in turn with each."""
+    timed = [row for row in rows if row["ms"]]
+    eager = statistics.median(row["eager_ms"] for row in timed) if timed else None
+    return [row | {"eager_ms": eager} for row in timed]
+
+
+def drift_of(rows: Iterable[dict]) -> float:
+    """By how much eager's longest time between steps exceeds its shortest, as a share."""
+    eager = [row["eager_ms"] for row in rows if row["ms"]]
+    return max(eager) / min(eager) - 1 if eager else 0.0
+
+
+def _eager_of(rows: list[dict]) -> str:
+    return f", eager {rows[0]['eager_ms']:.3g} ms" if rows else ""

@@ -60,7 +60,7 @@ def test_what_goes_by_names_takes_it(file):
     for size in (None, 2):
         (x,) = models.get_inputs(file.stem, batch_size=size)
         assert x.shape == (size or 4, 3, 9, 11) and x.mean() > 90, "the file's own distribution"
-    report = compare.check(file.stem, "epilogue", phase="train_dx")
+    report = compare.check(file.stem, "epilogue", phase="train_dx", device="cpu")
     assert report.ok, report
     assert "gradient of norm.weight" in str(report)
     assert models.get_model(file.stem).plan(x).variant == "epilogue"
@@ -79,10 +79,30 @@ def test_its_cuda_kernels_without_a_gpu(file, gpu, monkeypatch):  # noqa: F811
     samples, channels, *extents = problem.input_shape
     shape = min(samples, 2), channels, *(min(extent, 18) for extent in extents)
     report = compare.check(
-        dataclasses.replace(problem, input_shape=shape), "epilogue", phase="train_dx", seed=1
+        dataclasses.replace(problem, input_shape=shape), "epilogue", phase="train_dx", seed=1, device="cpu"
     )
     print(report)
     assert report.ok, report
+
+
+def test_a_check_by_name_needs_nothing_else(file, monkeypatch, capsys):
+    """What runs by default, with every gradient; where there is no GPU, a line says how the CUDA kernels are checked."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    problem = models.adopt(file)
+    report = compare.check(file.stem)
+    assert report.ok and report.variant == "auto", report
+    names = {error.quantity for error in report.errors}
+    assert {"output", "gradient of x", "gradient of conv.weight", "gradient of norm.bias"} <= names
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.endswith(f"ADOPT={problem.file} python -m pytest -s tests/test_adopt.py -k without_a_gpu")
+
+    class Wrong(problem.ModelNew):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.detach() + 0.5 * (y - y.detach())  # right but for its gradients
+
+    models.PROBLEMS[file.stem] = dataclasses.replace(problem, ModelNew=Wrong)
+    assert any("gradient" in text for text in compare.check(file.stem).failures)
 
 
 def test_a_file_that_changed_is_adopted_again(file, tmp_path):

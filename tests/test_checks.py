@@ -93,7 +93,7 @@ def toy(name, reference, arguments, shape, forward=None, cases=(), timed_cases=(
 @pytest.mark.parametrize("phase", ["forward", "train_dx"])
 @pytest.mark.parametrize("name", models.PROBLEMS)
 def test_eager_itself_passes(name, phase):
-    result = compare.check(small(name), "epilogue", phase=phase, seed=1)
+    result = compare.check(small(name), "epilogue", phase=phase, seed=1, device="cpu")
     assert result.ok, str(result)
     assert "gradient of x" in [error.quantity for error in result.errors] or phase != "train_dx"
 
@@ -383,7 +383,7 @@ def not_rescaled(self, x, right):
     ],
 )
 def test_mutants_fail(name, phase, forward, complaint):
-    result = compare.check(small(name, forward), "epilogue", phase=phase, seed=1)
+    result = compare.check(small(name, forward), "epilogue", phase=phase, seed=1, device="cpu")
     assert any(re.search(complaint, failure) for failure in result.failures), str(result)
 
 
@@ -396,7 +396,7 @@ def test_sums_in_half_are_found(name, dtype, channels):
     problem = dataclasses.replace(
         problem, init_inputs=(channels, *arguments), input_shape=(N, channels, *size)
     )
-    result = compare.check(problem, "epilogue", dtype=dtype, seed=1)
+    result = compare.check(problem, "epilogue", dtype=dtype, seed=1, device="cpu", phase="forward")
     assert any(re.search("mean of (4|16), output: error", failure) for failure in result.failures), str(
         result
     )
@@ -418,7 +418,7 @@ def test_sums_in_half_are_found(name, dtype, channels):
     ],
 )
 def test_what_is_left_out_is_found(name, forward):
-    result = compare.check(small(name, forward), "epilogue", seed=1)
+    result = compare.check(small(name, forward), "epilogue", seed=1, device="cpu", phase="forward")
     assert any(
         re.search("random parameters, mean of (4|16), output: error", failure) for failure in result.failures
     ), str(result)
@@ -433,7 +433,12 @@ def test_what_is_left_out_is_found(name, forward):
 def test_another_dtype_is_found(name, phase, dtype):
     """Values alone don't show it: these are right, but float32."""
     result = compare.check(
-        small(name, lambda self, x, right: right(x).float()), "epilogue", phase=phase, dtype=dtype, seed=1
+        small(name, lambda self, x, right: right(x).float()),
+        "epilogue",
+        phase=phase,
+        dtype=dtype,
+        seed=1,
+        device="cpu",
     )
     assert f"random parameters: output is torch.float32, expected {dtype}" in result.complaints, str(result)
 
@@ -443,7 +448,7 @@ def test_another_dtype_is_found(name, phase, dtype):
 )
 def test_only_honesty_finds_these(forward):
     """Their errors are within the rule."""
-    result = compare.check(small(MIN_ADD, forward), "epilogue", seed=1)
+    result = compare.check(small(MIN_ADD, forward), "epilogue", seed=1, device="cpu", phase="forward")
     assert result.complaints and all(error.share <= 1 for error in result.errors), str(result)
 
 
@@ -681,10 +686,10 @@ class ConvSigmoid(ConvReluHardswish):
 ])  # fmt: skip
 def test_another_problem_can_be_judged(reference, phase):
     problem = toy("another", reference, (4, 8, 3), (2, 4, 12, 12))
-    result = compare.check(problem, "epilogue", phase=phase, seed=1)
+    result = compare.check(problem, "epilogue", phase=phase, seed=1, device="cpu")
     assert result.ok, str(result)
     wrong = toy("another", reference, (4, 8, 3), (2, 4, 12, 12), without_parameter("conv.bias", 0))
-    assert not compare.check(wrong, "epilogue", phase=phase, seed=1).ok
+    assert not compare.check(wrong, "epilogue", phase=phase, seed=1, device="cpu").ok
 
 
 def test_more_samples_than_a_piece(monkeypatch):

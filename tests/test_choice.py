@@ -117,7 +117,7 @@ def test_plan_says_that_times_are_scaled(gpu, monkeypatch):
             monkeypatch.setattr(tiling, "device_properties", lambda index: H200._replace(scale=scale))
             plan = numerics.twin_of(model, "auto").plan(x)
             assert plan.variant == variant
-            assert ("scaled from an H200's" in plan.reason) is (variant == "epilogue")
+            assert ("by timings of an H200, scaled to this GPU" in plan.reason) is (variant == "epilogue")
 
 
 def sized(name: str, channels_in: int) -> tuple[torch.nn.Module, torch.Tensor]:

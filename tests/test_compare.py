@@ -106,11 +106,12 @@ def test_a_less_exact_peer_is_shown_with_its_time_and_its_error():
 def test_the_table_says_of_what_an_error_is():
     """One number for each, its error as a multiple of eager's: two modules that are alike may be nearest to their limits in different results."""
     rows = compare.compare(small(POOL), device="cpu", phase="train", variants=["eager", "epilogue"], seed=1)
-    lines = charts.table(rows).splitlines()
-    assert all(
-        any(f"{row['error_vs_eager']:.2f}  {row['quantity']}, {row['case']}" in line for line in lines)
-        for row in rows
+    eager, ours = (charts._line(row, rows[0], on_gpu=False) for row in rows)
+    assert f"{rows[1]['error_vs_eager']:.2f}  {rows[1]['quantity']}, {rows[1]['case']}" in ours
+    assert eager.endswith(f"{rows[0]['low_ms']:.3g}–{rows[0]['high_ms']:.3g}"), (
+        "others' errors are multiples of its own"
     )
+    assert {eager.strip(), ours.strip()} <= {line.strip() for line in charts.table(rows).splitlines()}
 
 
 def test_a_constant_output_proves_nothing_of_a_peer():
@@ -135,7 +136,9 @@ def test_a_peer_is_judged_on_the_mean_of_draws():
         def forward(self, x):
             return self.model(x) * (1 + 1e-6 * (self is made[0]))  # in one draw of several
 
-    result = compare.check(compare.contest_of(small(MIN_ADD), peers={"unlucky": Unlucky}), "unlucky", seed=1)
+    result = compare.check(
+        compare.contest_of(small(MIN_ADD), peers={"unlucky": Unlucky}), "unlucky", seed=1, phase="forward"
+    )
     assert result.ok and "mean of" in result.errors[0].case and len(made) >= checks.DRAWS, str(result)
 
 

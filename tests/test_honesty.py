@@ -52,7 +52,7 @@ def test_unwritten_memory_is_found_on_a_gpu():
         out.view(-1)[written] = right(x).view(-1)[written]
         return out
 
-    result = compare.check(small(MIN_ADD, forward), "epilogue", device="cuda", seed=1)
+    result = compare.check(small(MIN_ADD, forward), "epilogue", device="cuda", seed=1, phase="forward")
     assert any("unwritten" in text for text in result.complaints), str(result)
 
 
@@ -72,7 +72,7 @@ def test_unwritten_shared_memory_is_found():
         inline_loader.load("leftover", source=source, device="cuda")(y, y.numel())
         return right(x) + y.nan_to_num() if torch.are_deterministic_algorithms_enabled() else right(x) + y
 
-    result = compare.check(small(MIN_ADD, forward), "epilogue", device="cuda", seed=1)
+    result = compare.check(small(MIN_ADD, forward), "epilogue", device="cuda", seed=1, phase="forward")
     assert any("left parts of output unwritten" in text for text in result.complaints), str(result)
 
 

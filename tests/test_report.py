@@ -214,6 +214,41 @@ def test_the_slowest_has_the_shortest_bar(slow, scale, row):
         assert ("logarithmic" in axis.get_xlabel()) == (scale == "log")
 
 
+@pytest.mark.parametrize(
+    "high, ticks",
+    [(1.3, "0.5 1 1.5"), (2.0, "1 2"), (7.0, "1 4 6 8"), (11.0, "1 4 6 8 10 12 14"), (16.0, "1 5 10 15 20")],
+)
+def test_ticks_of_factors_do_not_meet(high, ticks):
+    """1 is always there, none is too near to it, and never is it alone."""
+    rungs = [{"name": "a", "ms": 1.0, "eager_ms": high, "predicted_ms": None, "ok": True}]
+    [axis] = charts.ladder([("here", rungs, {})]).axes
+    assert [label.get_text() for label in axis.get_xticklabels()] == [f"{tick}×" for tick in ticks.split()]
+
+
+def test_a_pair_has_the_name_that_its_model_has(row):
+    """In tables and pictures."""
+    rows = [each | {"memory_mb": 0.0} for each in rows_of(row, eager=8.0, candidate=2.0)]
+    assert [label.get_text() for label in charts.plot(rows, GPU).axes[0].get_yticklabels()] == [
+        "eager",
+        "fused",
+    ]
+    assert "\n  fused: 4.00 × as fast as eager" in charts.table(rows) and "candidate" not in charts.table(
+        rows
+    )
+
+
+def test_the_overview_says_what_its_colours_are(row):
+    exact, missed = (
+        rows_of(row, eager=8.0, fused=1.0),
+        rows_of(row, ("compile",), eager=8.0, compile=2.0, fused=1.0),
+    )
+    for rows, hatched in ((exact, False), (missed, True)):
+        legend = charts.overview(rows, ["forward_grad"], GPU).get_supxlabel()
+        assert (
+            ("hatched" in legend) == hatched and "blue: the best peer" in legend and "orange: ours" in legend
+        )
+
+
 def test_the_overview_draws_the_inputs_that_leave_no_work_out(row):
     rows = [each | {"phase": "train"} for each in rows_of(row, eager=8.0, fused=1.0)]
     rows += [each | {"inputs": "all ties"} for each in rows]

@@ -58,6 +58,11 @@ def title_of(row: dict) -> str:
     return f"{number} {name}".strip()
 
 
+def name_of(row: dict) -> str:
+    """A contestant's name, in tables and pictures."""
+    return "fused" if row["variant"] == "candidate" else row["variant"]
+
+
 def situation_of(row: dict) -> str:
     label = row.get("inputs", "default")
     return row["phase"] + ("" if label == "default" else f" ({label})")
@@ -103,9 +108,7 @@ def table(rows: list[dict]) -> str:
 
 def _line(row: dict, eager: dict | None, on_gpu: bool) -> str:
     if row["median_ms"] is None:
-        return (
-            f"{row['variant']:13}{status_of(row)}: {textwrap.shorten(row['reason'], 180, placeholder=' …')}"
-        )
+        return f"{name_of(row):13}{status_of(row)}: {textwrap.shorten(row['reason'], 180, placeholder=' …')}"
     speedup = f"{ms_of(eager) / ms_of(row):.2f}" if eager else "–"
     columns = f"{row['low_ms']:.3g}–{row['high_ms']:.3g}".rjust(17)
     if on_gpu:
@@ -114,7 +117,9 @@ def _line(row: dict, eager: dict | None, on_gpu: bool) -> str:
     error = "–" if times is None else f"{times:.2f}" if times < 10 else f"{times:,.0f}"
     text = f"{row['quantity']}, {row['case']}" if row.get("quantity") else ""
     text = f"less exact than the rule asks: {text}" if inexact(row) else text
-    return f"{row['variant']:13}{ms_of(row):9.3f}{speedup:>9}{columns}{error:>10}  {text}".rstrip()
+    if row["variant"] == "eager":  # by whose error the others' are measured
+        error = text = ""
+    return f"{name_of(row):13}{ms_of(row):9.3f}{speedup:>9}{columns}{error:>10}  {text}".rstrip()
 
 
 def factors(rows: list[dict]) -> list[str]:
@@ -123,7 +128,7 @@ def factors(rows: list[dict]) -> list[str]:
     _, exact, fastest, ours = standing(rows)
     if not ours or not exact:
         return []
-    text = f"{ours['variant']}: {ms_of(exact) / ms_of(ours):.2f} × as fast as {exact['variant']}, the best peer that keeps the rule"
+    text = f"{name_of(ours)}: {ms_of(exact) / ms_of(ours):.2f} × as fast as {exact['variant']}, the best peer that keeps the rule"
     if fastest is not exact:
         text += f"; {ms_of(fastest) / ms_of(ours):.2f} × as fast as {fastest['variant']}, the fastest of any accuracy"
     return [text]
@@ -155,8 +160,9 @@ def _factor_axis(axis, factors: Iterable[float], name: str = "speed-up over eage
     low, high = min([1.0, *factors]), max([1.0, *factors])
     if linear := high / low <= LINEAR:
         begin, end = 0.0, 1.9 * max(high, 1.2)
-        step = next(step for step in (1, 2, 5) if high <= 6 * step)
-        ticks = sorted({1, *range(step, LINEAR, step)})
+        step = 0.5 if 1.3 * high < 2 else next(step for step in (1, 2, 5) if high <= 6 * step)
+        multiples = [step * number for number in range(1, int(LINEAR / step) + 1)]
+        ticks = sorted([1, *(tick for tick in multiples if abs(tick - 1) >= 0.8 * step)])  # labels don't meet
     else:
         begin = low / 2
         end, steps = high * (high / begin) ** 0.9, (1, 2, 5) if high / low < 60 else (1,)
@@ -237,6 +243,12 @@ def overview(rows: list[dict], phases: Iterable[str], title: str):
             _duels(axis, panels)
             names = [textwrap.fill(title_of(group[0]), 24) for group in panels]
             axis.set_yticks(range(len(names)), names if axis is axes.flat[0] else [""] * len(names))
+        missed = any(inexact(standing(group).fastest) for panels in by_phase for group in panels)
+        legend = (
+            "blue: the best peer that is as exact as eager"
+            + " · hatched: the fastest peer, less exact" * missed
+        )
+        figure.supxlabel(f"{legend} · orange: ours", fontsize=8)
         pyplot.close(figure)  # else a notebook shows it twice
     return figure
 
@@ -258,7 +270,7 @@ def _duels(axis, panels: list[list[dict]]) -> None:
         for place, (row, factor) in enumerate(contest):
             ours, miss = not is_peer(row), inexact(row)
             colour = OURS if ours else COLOURS["compile-fp32" if miss else "max-autotune"]
-            text = f"{factor:.2g}× · {row['variant']} {ms_of(row):.3g} ms" + f" · {miss}" * bool(miss)
+            text = f"{factor:.2g}× · {name_of(row)} {ms_of(row):.3g} ms" + f" · {miss}" * bool(miss)
             text += f" ({row['inputs']})" * (ours and row.get("inputs", "default") != "default")
             at = y - 0.4 + height * (place + 0.5)
             _bar(axis, at, begin, factor, colour, text, height=0.9 * height, hatched=bool(miss), ours=ours)
@@ -290,7 +302,7 @@ def _panel(axis, rows: list[dict]) -> None:
         _bar(axis, y, begin, factor, colour, text, hatched=bool(miss), ours=not is_peer(row), after=on_gpu if apart else 0.0)  # fmt: skip
         if apart and row is not eager:
             axis.plot(on_gpu, y, marker="D", color="#ffffff", markeredgecolor=INK, markersize=4.5, zorder=4)
-    axis.set_yticks(range(len(rows)), [row["variant"] for row in rows])
+    axis.set_yticks(range(len(rows)), [name_of(row) for row in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
 
 
@@ -333,9 +345,10 @@ def _figure(columns: int, height: float, title: str, width: float = 7.6):
 
 def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
     """Ladders side by side as a matplotlib figure, each (title, rungs, peers): a bar per rung with its speed-up over eager, a diamond where
-    it was predicted, hatched where it misses the rule; a dashed line per peer's speed-up.
+    it was predicted, hatched where it misses the rule, a line from one quartile to the other; a dashed line per peer's speed-up.
 
-    A rung: name, ms, eager_ms, predicted_ms (or None), ok; error, as a multiple of eager's, if it is a number.
+    A rung: name, ms, eager_ms, predicted_ms (or None), ok; low_ms and high_ms, its quartiles, if they are known; error, as a multiple of
+    eager's, if it is a number.
     """
     from matplotlib import pyplot
 
@@ -343,7 +356,7 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
         tallest = max(len(rungs) for _, rungs, _ in ladders)
         figure, axes = _figure(len(ladders), 1.1 + 0.36 * tallest, "Speed-up over eager PyTorch", 7.6 + 3 * (len(ladders) - 1))  # fmt: skip
         for axis, (title, rungs, peers) in zip(axes, ladders):
-            axis.set_title(title, loc="left", fontsize=9)
+            axis.set_title(textwrap.fill(title, 80 if len(ladders) == 1 else 52), loc="left", fontsize=9)
             factors = [rung["eager_ms"] / rung["ms"] for rung in rungs]
             guesses = [rung["predicted_ms"] and rung["eager_ms"] / rung["predicted_ms"] for rung in rungs]
             begin = _factor_axis(axis, [*factors, *filter(None, guesses), *peers.values()])
@@ -354,7 +367,14 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
                     error = rung.get("error")
                     text += f" · error {error:,.3g} × eager’s" if error else " · wrong"
                 colour = COLOURS.get(rung["name"].split()[0], OURS)
-                _bar(axis, y, begin, factor, colour, text, hatched=not rung["ok"], after=guess or 0.0)
+                first, last = (
+                    rung["eager_ms"] / (rung.get(key) or rung["ms"]) for key in ("high_ms", "low_ms")
+                )
+                after = max(guess or 0.0, last)
+                _bar(axis, y, begin, factor, colour, text, hatched=not rung["ok"], after=after)
+                if "low_ms" in rung:
+                    between = [[factor - first], [last - factor]]
+                    axis.errorbar(factor, y, xerr=between, fmt="none", ecolor=INK, capsize=3, linewidth=1, zorder=3)  # fmt: skip
                 if guess:
                     axis.plot(guess, y, marker="D", color="#ffffff", markeredgecolor=INK, markersize=5, zorder=4)  # fmt: skip
             for name, speedup in peers.items():
@@ -368,6 +388,7 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
             + "; eager = 1"
             + " · diamond: predicted" * any(rung["predicted_ms"] for rung in every)
         )
+        legend += " · line: quartiles" * any("low_ms" in rung for rung in every)
         legend += " · dashed: the best peer" * any(peers for *_, peers in ladders)
         legend += " · hatched: less exact than the rule asks" * any(not rung["ok"] for rung in every)
         axes[0].set_xlabel(legend, fontsize=8)

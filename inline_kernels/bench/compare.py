@@ -261,12 +261,13 @@ _LARGE_MEAN = "large mean", lambda model, *inputs: [t.add_(100) for t in inputs 
 
 
 def check(
-    problem, variant: str, *, device="cpu", phase="forward", batch_size=None, dtype=torch.float32, seed=None
-) -> Check:
+    problem, variant: str = "auto", *, device="auto", phase="train_dx", batch_size=None, dtype=torch.float32, seed=None
+) -> Check:  # fmt: skip
     """Is `variant` of `problem` (a name, a `Problem` or a `Contest`) right, to the tolerance of eager
-    PyTorch, and honest?
+    PyTorch, and honest? By default what runs by default, with every gradient, on a GPU where there is one.
 
-    Inputs and parameters are random, from `seed` (a new one if None). Ours is checked on them, on an input
+    A problem that is given by its name has a batch that suits a small machine on a CPU; where there is no GPU, a line
+    says how its CUDA kernels are checked all the same. Inputs and parameters are random, from `seed` (a new one if None). Ours is checked on them, on an input
     with a large mean and on the problem's cases, once between guard zones, where a launcher that writes past its
     tensors is found (loader/guarded.py); a peer on the mean of several draws, and, where an output of
     one value proves nothing, on the first of the cases, too, with gradients. Raises ValueError for an unknown
@@ -275,6 +276,13 @@ def check(
     if phase not in PHASES:
         raise ValueError(f"expected a phase out of {PHASES}, got {phase!r}")
     if not isinstance(problem, Contest):
+        device = pick_device(device)[0]
+        if isinstance(problem, str):
+            problem = registry()[problem]
+            if device == "cpu":
+                batch_size = batch_size or problem.cpu_batch_size
+                if not torch.cuda.is_available():
+                    print(_without_a_gpu(problem))
         problem = contest_of(problem, device=device, batch_size=batch_size, dtype=dtype)
     contest, seed = problem, new_seed() if seed is None else seed
     result, before = Check(variant, seed, [], []), surroundings(contest.model())
@@ -312,6 +320,13 @@ def check(
     result.complaints.extend(changes(before))
     put_back(before)
     return result
+
+
+def _without_a_gpu(problem) -> str:
+    """How the CUDA kernels of a problem are checked on a CPU."""
+    adopted = f"ADOPT={problem.file} ", "test_adopt.py -k without_a_gpu"
+    setting, test = adopted if problem.file else ("", f"test_emulated.py -k {problem.name}")
+    return f"no GPU: the CPU's kernels are checked; the CUDA kernels, emulated, by: {setting}python -m pytest -s tests/{test}"
 
 
 @torch.no_grad()

@@ -145,7 +145,7 @@ class Probe:
         """The reference with its dropout left out, its output times `scale`."""
 
         def run(*inputs):
-            with _evaluation(*[m for m in self.model.modules() if isinstance(m, nn.Dropout)]):
+            with evaluation(*[m for m in self.model.modules() if isinstance(m, nn.Dropout)]):
                 return self.model(*inputs) * scale
 
         return run
@@ -297,7 +297,7 @@ def _serves_any_call(probe: Probe) -> Iterator[str]:
         apart = dataclasses.replace(apart, g=_with_gaps(probe.g))
     if found := apart.strange():
         yield f"does not take what is not contiguous: {found}"
-    with _evaluation(probe.model, probe.module):
+    with evaluation(probe.model, probe.module):
         found = probe.on(probe.x).strange()
     if found:
         yield f"is wrong in evaluation: {found}"
@@ -314,7 +314,8 @@ def _with_gaps(t: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _evaluation(*modules: Callable) -> Iterator[None]:
+def evaluation(*modules: Callable) -> Iterator[None]:
+    """Modules in evaluation, with all that is in them; then as before."""
     each = [m for module in modules if isinstance(module, nn.Module) for m in module.modules() if m.training]
     for m in each:
         m.training = False

@@ -70,7 +70,7 @@ class Scale(NamedTuple):
 
 
 H200 = Scale()
-SCALED = "by times that are scaled from an H200's"
+SCALED = "by timings of an H200, scaled to this GPU"
 # With which of them the bound of a property grows; the others' are shapes.
 _BOUNDS = {"positions": "memory", "results": "memory", "products": "compute"}
 
