@@ -150,7 +150,7 @@ def _argument(parameter: loader_source.Parameter, value):
     return value
 
 
-# A library is one file: what is no weak symbol and called once is inlined, and takes a compiler an eighth less time.
+# What is called once is inlined: a compiler has a tenth less to do.
 FLAGS = [
     "-std=c++17",
     "-Og",
