@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.level2 import PROBLEMS  # noqa: E402
 from inline_kernels.bench import charts  # noqa: E402
 from inline_kernels.bench.checks import PHASES  # noqa: E402
 
@@ -253,14 +254,16 @@ def write_readme() -> None:
 
 
 def ranking():
-    """The picture of `fuse` on KernelBench's problems, by the newest record of forward."""
-    items = [
-        json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted((RESULTS / "fuse").glob("*-forward.json"))
-    ]
-    item, times = items[-1], {}
-    for row in item["rows"]:
-        times.setdefault(row["problem"], {})[row["variant"]] = row["median_ms"]
+    """The picture of `fuse` on KernelBench's problems, by the newest record of all of them forward."""
+    found = {}
+    for path in (RESULTS / "fuse").glob("*.json"):
+        item, times = json.loads(path.read_text(encoding="utf-8")), {}
+        for row in item["rows"]:
+            if row["phase"] == "forward" and row["problem"] in PROBLEMS:
+                times.setdefault(row["problem"], {})[row["variant"]] = row["median_ms"]
+        if times.keys() == PROBLEMS.keys():
+            found[item["date"]] = item, times
+    item, times = found[max(found)]
     factors = {str(problem): each["eager"] / each["fuse"] for problem, each in times.items()}
     title = f"fuse: speed-up over eager, forward, the GPU’s time · {item['gpu']}, {item['date'][:10]}"
     return charts.ranking(factors, title, "problem of KernelBench level 2")
