@@ -270,11 +270,12 @@ FEW_VOLUMES = [
 ]
 
 
-@pytest.mark.parametrize("tf32", [False, True], ids=["float32", "TF32"])
 @pytest.mark.parametrize("sizes", FEW_SIZES + FEW_VOLUMES, ids=str)
-def test_few_channels(sizes, tf32, few):
-    """Each with one of the tails, on one of the architectures, whose instructions are the same; and where x has a gradient that is the library's."""
+def test_few_channels(sizes, few):
+    """Each with one of the tails, on one of the architectures, whose instructions are the same, in turn in float32 and TF32; and where x has a
+    gradient that is the library's."""
     number = (FEW_SIZES + FEW_VOLUMES).index(sizes)
+    tf32 = number % 3 > 0
     filters, image, padding = sizes
     architecture, dx = (800, 900)[number % 2], number % 4 < 2 and not (tf32 and len(image) == 2)
     tail = [*TAILS.values()][number % len(TAILS)]
@@ -492,6 +493,35 @@ def test_dz_that_is_not_finite_or_of_any_magnitude(of_x):
     torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.parametrize("tf32", [True, False], ids=["tf32", "float32"])
+@pytest.mark.parametrize("by_views", [True, False], ids=["views", "gathered"])
+def test_channels_of_dz_that_are_small_beside_others(tf32, by_views, of_x):
+    """As behind a norm with such a scale: with large filters they count as much. Half a float16 has no room for them under a scale that only the
+    largest value needs."""
+    ran = of_x(tf32, by_views)
+    torch.manual_seed(0)
+    model = random_model((16, 5, 3, 3), lambda m, v: v + m.by_channel)
+    small = torch.where(torch.arange(16) % 2 == 0, 1.0, 1e-4).view(-1, 1, 1, 1)
+    with torch.no_grad():
+        model.conv.weight /= small
+    x, dy = torch.randn(3, 5, 8, 20), torch.randn(3, 16, 6, 18) * small.view(1, -1, 1, 1)
+    dy *= 0.005 / dy.abs().amax((1, 2, 3), keepdim=True)
+    assert_x_by_stream(model, x.requires_grad_(), ran, dy, tf32=tf32)
+
+
+def test_the_settings_of_backward(of_x, monkeypatch):
+    """They are asked for at each backward: forward's may have been others."""
+    ran, asked = of_x(), []
+    settings = ["first"]
+    monkeypatch.setattr(schedule, "precision", lambda x: settings[0])
+    planned = own.planned
+    monkeypatch.setattr(own, "planned", lambda *given: asked.append(settings[0]) or planned(*given))
+    fast, x = fuse(random_model((16, 3, 3, 3), TAILS["gates"])), torch.randn(2, 3, 7, 9)
+    for settings[0] in ("first", "others", "first"):
+        gradients(fast, x.requires_grad_())
+    assert asked == ["first", "others"] and len(ran) == 3
+
+
 def test_obstacles_of_stream(of_x, monkeypatch):
     of_x()
 
@@ -505,6 +535,8 @@ def test_obstacles_of_stream(of_x, monkeypatch):
     assert "groups" in refused(x, 16, 4, 3, 2, groups=2)
     assert "zeros" in refused(x, 16, 4, 3, 2, padding=1, padding_mode="reflect")
     assert "more around it" in refused(x, 16, 4, 3, 2, padding=2)
+    large = torch.empty(1, device="meta").expand(256, 1, 2900, 2900)
+    assert "counted in int" in refused(large, 2, 1, 3, 2)
     monkeypatch.setattr(choice, "library_input_gradient", lambda *_: 0.0)
     assert refused(x, 16, 4, 3, 2) == "the library is faster at such sizes"
 

@@ -218,8 +218,10 @@ def beside(device, monkeypatch):  # noqa: F811
     return build
 
 
-@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d"])
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize(
+    "mainloop, name",
+    [*(("narrow2d", name) for name in FIRST), *(("narrow3d", name) for name in ("norm", "batch norm"))],
+)
 def test_the_first_pass_beside_v(name, mainloop, beside):
     model, x = beside(mainloop, name)
     fast = fuse(copy.deepcopy(model))

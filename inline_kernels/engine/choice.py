@@ -286,7 +286,10 @@ def input_gradient(
     outputs, channels, height, width = filters
     x, bytes_a_time, rates = math.prod(image), PASS_BYTES * device.scale.memory, device.scale.compute
     dz = _positions(image, filters) * outputs
-    by_wgmma = device.capability == (9, 0) and channels <= 64
+    # Rows of operands, and the weights for which registers have no room, are all in shared memory (kernels/conv/wide_sm90_pipeline.cuh).
+    groups, steps = -(-outputs // 16) * 2, -(-outputs // 16) * height * width
+    room = (height + 1) * groups * (127 + width) * 16 + max(0, steps - 28) * 2048
+    by_wgmma = device.capability == (9, 0) and channels <= 64 and room <= device.shared
     columns, padded = -(-image[3] // 128) * 128, -(-channels // 64) * 64
     products = 2 * image[0] * image[2] * columns * padded * outputs * height * width
     products /= INPUT_OPERATIONS[by_wgmma] * rates

@@ -489,7 +489,7 @@ def _build(written: Written, case: Case) -> dict:
         "name": f"direct_{naming.identifier(case.segment.conv.name)}",
         "source": written.source,
         "device": "cuda",
-        "defines": written.mainloop.all_defines(case.segment, _job(written, case)) | case.defines,
+        "defines": written.mainloop.all_defines(_job(written, case)) | case.defines,
     }
 
 

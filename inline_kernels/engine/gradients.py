@@ -168,7 +168,24 @@ class _Turned(NamedTuple):
         return bool(self.settings and precision.runs_tf32(x, weight, "dx", self.settings))
 
     def streamed(self, x: Tensor, weight: Tensor) -> choice.Streamed:
-        split = x.dtype == torch.float32 and not self.runs_tf32(x, weight)
+        return self._streamed(x, x.dtype == torch.float32 and not self.runs_tf32(x, weight))
+
+    def loses_anyhow(self, x: Tensor, weight: Tensor) -> bool:
+        """Is the library faster, where it takes the longer of its ways, and ours its shorter one?"""
+        return self.microseconds(x, self._streamed(x, False)) >= max(
+            self.librarys(x, weight, tf32) for tf32 in (False, True)
+        )
+
+    def microseconds(self, x: Tensor, how: choice.Streamed) -> float:
+        device = tiling.device_properties(x.device.index)
+        given = self.image, self.filters, _positions(x), x.element_size()
+        return choice.stream_microseconds(*given, device, how)
+
+    def librarys(self, x: Tensor, weight: Tensor, tf32: bool) -> float:
+        device, dz = tiling.device_properties(x.device.index), math.prod(self.image)
+        return choice.library_input_gradient(x.shape, weight.shape, x.element_size(), device, dz, tf32)
+
+    def _streamed(self, x: Tensor, split: bool) -> choice.Streamed:
         device, how = tiling.device_properties(x.device.index), choice.Streamed(split=split, alone=True)
         given = self.image, self.filters, self.walk, _positions(x), x.element_size()
         return tiling.streamed(*given, how, device, stores=True)
@@ -194,8 +211,10 @@ def stream_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
     turned = _Turned.of(segment, x, weight)
     if min(*turned.walk.before, *turned.walk.behind) < 0:
         return "the image has more around it than the filter"
-    if min(turned.image) < 1:
-        return "there is nothing to convolve"
+    if min(turned.image) < 1 or _positions(x) >= 2**31 - 1024:
+        return "there is nothing to convolve, or more than is counted in int"
+    if turned.loses_anyhow(x, weight):  # what eager runs need not be asked then
+        return "the library is faster at such sizes"
     by_views = turned.streamed(x, weight).folded == choice.VIEWS
     if not by_views and mainloops.copies_obstacle(
         turned.walk, weight.shape[2:], (1,) * len(weight.shape[2:])
@@ -207,27 +226,9 @@ def stream_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
 
 def stream_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
     """Microseconds, by ours and by the library."""
-    turned, device = _Turned.of(segment, x, weight), tiling.device_properties(x.device.index)
-    itemsize = x.element_size()
-    how, tf32 = turned.streamed(x, weight), turned.runs_tf32(x, weight)
-    ours = choice.stream_microseconds(turned.image, turned.filters, _positions(x), itemsize, device, how)
-    dz = math.prod(turned.image)
-    return ours, choice.library_input_gradient(x.shape, weight.shape, itemsize, device, dz, tf32)
-
-
-def _few_result(segment, x: Tensor, weight: Tensor) -> list[int]:
-    """The extents of dz."""
-    walk = mainloops.walk_of(segment, weight)
-    return [sum(each) + 1 - k for *each, k in zip(x.shape[2:], walk.before, walk.behind, weight.shape[2:])]
-
-
-def _splits(segment, x: Tensor, weight: Tensor) -> bool:
-    """Are FEW's operands two TF32? Not where eager's are one."""
-    walk = mainloops.walk_of(segment, weight)
-    if walk.before != walk.behind:  # the library then pads x first
-        return True
-    settings = precision.PLAIN_SETTINGS if walk.is_plain else precision.Settings(padding=walk.before)
-    return not precision.runs_tf32(x, weight, "dw", settings)
+    turned = _Turned.of(segment, x, weight)
+    ours = turned.microseconds(x, turned.streamed(x, weight))
+    return ours, turned.librarys(x, weight, turned.runs_tf32(x, weight))
 
 
 def obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
@@ -264,7 +265,7 @@ def size(N: int, C: int, positions: int, dtype: torch.dtype) -> int:
 
 
 def requests(ways: Ways, segment, x: Tensor, weight: Tensor) -> dict[str, dict]:
-    """What is built, for "x" and the "weight"."""
+    """What is built, for the gradients of "input" and "weight"."""
     capability, shared, *_ = tiling.device_properties(x.device.index)
     known = {"VALUE_T": CTYPES[x.dtype], "OUTPUT_T": CTYPES[x.dtype], "SHARED_LIMIT": shared}
     spatial, own, texts = tiling.spatial_defines(weight.shape), segment.conv.name or "the convolution", {}

@@ -179,7 +179,7 @@ class Mainloop(NamedTuple):
         by_views = self.walks and self.defines(job)["FOLDED"] == choice.VIEWS
         return self.name + " by views of patches" * by_views
 
-    def all_defines(self, segment, job: Job) -> dict:
+    def all_defines(self, job: Job) -> dict:
         return self.defines(job) | (walk_defines(job.walk) if self.walks else {})
 
 

@@ -62,7 +62,9 @@ def runs_tf32(
         if key not in _answers:
             if not _may_ask(x):
                 return False
-            _answers[key] = _asked(x, weight, of, settings, channels_last)
+            if (found := _asked(x, weight, of, settings, channels_last)) is None:
+                return False
+            _answers[key] = found
         return _answers[key]
 
 
@@ -71,8 +73,8 @@ def _may_ask(x: Tensor) -> bool:
     return plain and not is_watched() and not torch.cuda.is_current_stream_capturing()
 
 
-def _asked(x: Tensor, weight: Tensor, of: str, settings: Settings, channels_last: bool) -> bool:
-    """Only the first sample has values: a kernel isn't chosen by them."""
+def _asked(x: Tensor, weight: Tensor, of: str, settings: Settings, channels_last: bool) -> bool | None:
+    """None where there is no memory for it. Only the first sample has values: a kernel isn't chosen by them."""
     device, axes = x.device, len(x.shape) - 2
     ones, zeros = [1] * axes, [0] * axes
     stride, padding, dilation = settings.stride or ones, settings.padding or zeros, settings.dilation or ones
@@ -105,5 +107,5 @@ def _asked(x: Tensor, weight: Tensor, of: str, settings: Settings, channels_last
             found = run(*operands)
             found = found if of == "dw" else found[:1]
             return bool((found - exact).norm() > _LIMIT * exact.norm())
-    except RuntimeError:  # no memory
-        return False
+    except RuntimeError:
+        return None

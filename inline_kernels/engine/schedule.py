@@ -22,6 +22,7 @@ from torch import Tensor
 
 import inline_loader
 from inline_kernels.engine import library
+from inline_kernels.loader.operators import precision
 
 from . import between, gradients, inside, layouts, naming, source, strips
 from .cases import CTYPES, Case, Sizes, first_number, places
@@ -65,7 +66,10 @@ class Plan:
     in_place: bool = False
     without_dz: bool = False  # does backward's pass for the gradient of v alone not run?
     results: Callable | None = None  # gives what forward returns, of what launch is given and makes
-    backward: dict[tuple, Back] = field(default_factory=dict)  # by what is asked for
+    backward: dict[tuple, Back] = field(
+        default_factory=dict
+    )  # by what is asked for, and the library's settings, which may be others than forward's
+    settings: object = None  # those of the last backward
     turned: tuple | None = None  # of `_input_gradient`: the size of dx, and what is launched
     pieces: Sequence[
         tuple[int, int, Plan]
@@ -485,7 +489,8 @@ def backward(
     gradient then lies as those do."""
     weight_at = len(plan.segment.inputs)
     x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
-    back, made, passes = plan.backward.get((*asked, True)) or _back(plan, *asked, True, arguments), (), 1
+    plan.settings = precision(x)
+    back, made, passes = _back(plan, *asked, True, arguments), (), 1
     if back.launch:
         # A user's hooks may give what was saved back in other strides; the library takes its operands as they come.
         given = [_lying(t, layout) for t, layout in zip((dy, *saved), plan.given_lie)]
@@ -524,16 +529,16 @@ def _lying(t: Tensor, layout: torch.memory_format) -> Tensor:
 
 def turns_filters(plan: Plan, needs: Sequence[bool]) -> layouts.Turning | None:
     """How backward for that turns the filters, once it has run."""
-    back = plan.backward.get((needs[0], needs[len(plan.segment.inputs)], True))
+    back = plan.backward.get((needs[0], needs[len(plan.segment.inputs)], True, plan.settings))
     return back and back.filters
 
 
 def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
     """own: the filters' gradient may be one of our own."""
-    key = dx, dw, own
-    if key not in plan.backward:
-        plan.backward[key] = _planned_back(plan, dx, dw, own, arguments)
-    return plan.backward[key]
+    key = dx, dw, own, plan.settings
+    if (found := plan.backward.get(key)) is None:
+        found = plan.backward[key] = _planned_back(plan, dx, dw, own, arguments)
+    return found
 
 
 def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
@@ -648,7 +653,7 @@ def describe(case: Case, own: str | None = None, done: int | None = None) -> str
 
 
 def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
-    """The passes of backward where x has no gradient, and what our own kernels then do."""
+    """The passes of backward where x has no gradient, and what our own kernels do then, and for x."""
     composed, way = plan.composed, _of_our_own(plan, x, weight, False, True).weight
     layout = UNITS if way == gradients.PACKED else plan.turns_y
     plan = replace(plan, layout=layout, without_dz=_needs_no_dz(plan))

@@ -419,7 +419,7 @@ def _job(found: Composed, case: Case) -> Job:
 
 
 def build(mainloop, found: Composed, case: Case) -> dict:
-    defines = case.defines | mainloop.all_defines(case.segment, _job(found, case))
+    defines = case.defines | mainloop.all_defines(_job(found, case))
     name = f"sinks_{naming.identifier(case.segment.conv.name)}"
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
 

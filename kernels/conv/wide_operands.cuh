@@ -72,9 +72,9 @@ template <class Value, bool kSplit_> struct Operands {
   static constexpr int kLowest = kSplit ? 8 : -4;
 
   // The exponent for a sample, from the bits of its largest finite magnitude.
-  static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
+  template <int kLeast = kLowest> static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
     const int fitting = top_exponent(largest), slack = fitting - kFirstExponent;
-    return largest == 0 || (slack >= 0 && slack <= kTop - kLowest) ? kFirstExponent : fitting;
+    return largest == 0 || (slack >= 0 && slack <= kTop - kLeast) ? kFirstExponent : fitting;
   }
 
   // value · scale, a power of two, to be converted to an operand. That conversion rounds a tie to even; the
@@ -174,7 +174,7 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Ar
 // A source: x (N, kChannelsIn, H, W). Its samples' largest magnitudes are found while it is read.
 template <class Operands> struct Input {
   const typename Operands::value_t* x;
-  static constexpr bool kGuessesScale = Operands::kScaled;
+  static constexpr bool kGuessesScale = Operands::kScaled, kWholeRows = false;
   static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
     return Operands::sample_exponent(largest);
   }

@@ -5,8 +5,8 @@
 // most 36 products of depth 16 per sum, and kSharedBytes of shared memory (PipelineSm90::fits). x starts at a
 // word of 4 bytes, and its rows are whole words. Tiles, and the pixels of a plane, are counted in int.
 //
-// Transposed it computes the gradient of x, from g, which another producer makes
-// (grad/wide_input_sm90.cuh). A tile is then 64 channels of a whole row. Both consumers have the
+// Transposed it computes the gradient of x, from g, which other producers make or bring
+// (grad/wide_input_sm90.cuh: a tile is then 64 channels of a whole row; grad/packed_input.cuh). Both consumers have the
 // same channels, and take rows in turn. There are twice as many weights; one copy of most of them lies in
 // shared memory, for both.
 //

@@ -13,10 +13,6 @@ namespace conv {
 //   produce(args, tiles, pipeline, stages, own, again)       fills the stages, row by row; tiles: a scheduler
 template <class Conv, class Source> struct Producer;
 
-// Does a source say that a tile is always a row?
-template <class Source, class = void> constexpr bool has_whole_rows = false;
-template <class Source> constexpr bool has_whole_rows<Source, std::enable_if_t<Source::kWholeRows>> = true;
-
 template <class Conv, class Source, class Tail, class Out> struct PipelineSm90 : Conv {
   using Conv::kBlockChannels, Conv::kChannelsIn, Conv::kKBlocks, Conv::kKernelH, Conv::kRowBytes,
       Conv::kSplit, Conv::kTapSteps, Conv::kTaps, Conv::kTransposed;
@@ -39,7 +35,7 @@ template <class Conv, class Source, class Tail, class Out> struct PipelineSm90 :
   // compute different channels of the same tile, and multiply in turns.
   static constexpr int kSharers = kConsumers * 64 / kBlockChannels;
   static constexpr bool kInTurns = kSharers == 1 || kTransposed;
-  static constexpr bool kWholeRows = has_whole_rows<Source>;  // is a tile always a row?
+  static constexpr bool kWholeRows = Source::kWholeRows;  // is a tile always a row?
 
   static constexpr int kStages = kKernelH + 1;  // rows of operands: those of a tile, and the next
   // A consumer's: [step][channel group][channel]. A transposed convolution has one copy for both.

@@ -9,6 +9,15 @@
 
 namespace grad {
 
+// dz as operands. Values far below the largest count where their filters are large: more room below than images have, as grad/packed.cuh's
+// kRoom, and 22 digits. Samples for which the first scale has less are packed again under their own.
+template <class Operands> struct OfGradient : Operands {
+  static constexpr int kLowest = Operands::kSplit ? 13 : 8;
+  static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
+    return Operands::template sample_exponent<kLowest>(largest);
+  }
+};
+
 // weight (rows, columns, taps) to turned (columns, rows, taps), in which the last tap is the first.
 template <class T> __global__ void turn_filters_kernel(T* turned, const T* weight, int rows, int columns, int taps) {
   const int stride = gridDim.x * blockDim.x;
@@ -27,7 +36,7 @@ void stream_input(const Out<T>& dx, const In<T>& dz, const In<T>& weight, const 
   turn_filters_kernel<<<(count + 255) / 256, 256, 0, stream>>>(turned.data, weight.data, Filter::kIn, Filter::kOut, Filter::kTaps);
   In<T> filters = weight;
   filters.data = turned;
-  conv::streamed<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, false, kFolded, false, false>(
+  conv::streamed<Filter, OfGradient<Operands>, kColumns, kCluster, kLead, kSharedLimit, false, kFolded, false, false>(
       dz, filters, walk, stream, conv::Stored{dx, conv::Identity{}});
 }
 

@@ -48,9 +48,13 @@ __device__ __forceinline__ float store_units(const Tile& tile, uint4* units, flo
 
 #endif
 
+// On a multiprocessor; where a pass has much by channel, registers are full of that (as Last's in planes.cuh).
+template <class Pass, class = void> constexpr int kUnitsBlocks = 4;
+template <class Pass> constexpr int kUnitsBlocks<Pass, std::void_t<decltype(Pass::kHeld)>> = Pass::kHeld + 3 * Pass::kSums > 10 ? 3 : 4;
+
 // Grid: blocks of each sample, which go through its tiles; ahead through each kSeen-th of a plane.
 template <class Pass>
-__global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 4)
+__global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : kUnitsBlocks<Pass>)
 units_kernel(const Pass pass, const Extent extent, const value_t* values, uint4* units, grad::Scales scales,
              unsigned parts, unsigned channel_tiles, unsigned blocks, Packing packing) {
 #if __CUDA_ARCH__ >= 800
