@@ -38,6 +38,9 @@ __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests",
 BY_SIZES = True
 BYTES_A_SECOND = 4.3e12  # an H200's, as rates are
 INSTRUCTIONS_A_SECOND = 9e12  # of a tail inside a mainloop, of all threads
+# An element, beside v, that is stored: 15 in mainloops of which half of the channels are missing (21) took longer than a pass over v, 4.87 ms a step
+# for 4.66 (results/fuse/2026-11-27-h100-gradients.json, trials/few_weights.json); 23 in full ones (67) were not measured, nor more.
+MOST_BESIDE = 24
 _OWN_NAMES = set(
     "x y weight stream number seed stored scratch next kept next_kept values geometry largest v".split()
 )
@@ -406,6 +409,9 @@ def beside_v(case: Case):
         try:
             mainloop.check_walk(case.segment, case.weight)
             found = composed(case.segment, mainloop, case.exact_order, True, saving)
+            (own,), C, block = found.parts.values(), case.weight.shape[0], mainloop.sinks.channels
+            if own.instructions * -(-C // block) * block / C > MOST_BESIDE and not choice.is_silent():
+                raise Unsupported("what the first pass computes takes longer beside v than behind it")
             if (reason := mainloop.refuses(_job(found, case))) is None:
                 return mainloop, found
             refused.append(f"{mainloop.name}: {reason}")
