@@ -38,8 +38,9 @@ __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests",
 BY_SIZES = True
 BYTES_A_SECOND = 4.3e12  # an H200's, as rates are
 INSTRUCTIONS_A_SECOND = 9e12  # of a tail inside a mainloop, of all threads
-# An element, beside v, that is stored: 15 in mainloops of which half of the channels are missing (21) took longer than a pass over v, 4.87 ms a step
-# for 4.66 (results/fuse/2026-11-27-h100-gradients.json, trials/few_weights.json); 23 in full ones (67) were not measured, nor more.
+# An element, beside what is stored: 15 in mainloops of which half of the channels are missing (21) took longer than a pass behind v, 4.87 ms a step for
+# 4.66 (results/fuse/2026-11-27-h100-gradients.json, trials/few_weights.json), and forward 2.33 for 2.14, with what backward needs
+# (…-judged.json); 23 in full ones (67) were not measured, nor more.
 MOST_BESIDE = 24
 _OWN_NAMES = set(
     "x y weight stream number seed stored scratch next kept next_kept values geometry largest v".split()
@@ -352,11 +353,26 @@ def chosen(case: Case, mainloop) -> Composed:
             reasons.append(str(error))
     if not found:
         raise Unsupported("; ".join(dict.fromkeys(reasons)))
-    if False not in found or _recomputes(case, mainloop, [*found[False].parts.values()], True in found):
-        return found.get(False, found.get(True))
+    if False in found and _recomputes(case, mainloop, [*found[False].parts.values()], True in found):
+        return found[False]
     if True not in found and not choice.is_silent():
         raise Unsupported("v's way to memory and back takes less time than its products again")
+    if True in found and _is_better_behind(case, mainloop, *found[True].parts.values()):
+        raise Behind
     return found.get(True, found.get(False))
+
+
+class Behind(Unsupported):
+    """A mainloop could, and no other one is asked."""
+
+    def __init__(self) -> None:
+        super().__init__("what the first pass computes takes longer beside what is stored than behind it")
+
+
+def _is_better_behind(case: Case, mainloop, own: Pass) -> bool:
+    """A block computes so many channels, though there be fewer."""
+    C, block = case.weight.shape[0], mainloop.sinks.channels
+    return own.instructions * -(-C // block) * block / C > MOST_BESIDE and not choice.is_silent()
 
 
 def _recomputes(case: Case, mainloop, passes: Sequence[Pass], stores: bool) -> bool:
@@ -390,6 +406,8 @@ def _chosen(case: Case):
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
             refused.append(f"{mainloop.name}: {error}")
+            if isinstance(error, Behind):
+                break
     raise Unsupported("; ".join(refused))
 
 
@@ -409,14 +427,15 @@ def beside_v(case: Case):
         try:
             mainloop.check_walk(case.segment, case.weight)
             found = composed(case.segment, mainloop, case.exact_order, True, saving)
-            (own,), C, block = found.parts.values(), case.weight.shape[0], mainloop.sinks.channels
-            if own.instructions * -(-C // block) * block / C > MOST_BESIDE and not choice.is_silent():
-                raise Unsupported("what the first pass computes takes longer beside v than behind it")
+            if _is_better_behind(case, mainloop, *found.parts.values()):
+                raise Behind
             if (reason := mainloop.refuses(_job(found, case))) is None:
                 return mainloop, found
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
             refused.append(f"{mainloop.name}: {error}")
+            if isinstance(error, Behind):
+                break
     raise Unsupported("; ".join(refused))
 
 
