@@ -393,6 +393,30 @@ def _chosen(case: Case):
     """(mainloop, Composed) of the first mainloop that can run it. Raises Unsupported."""
     if case.saving:
         raise Unsupported("backward needs v, which is not kept")
+    return _first(case, functools.partial(chosen, case))
+
+
+def beside_v(case: Case):
+    """(mainloop, Composed) of the first mainloop that can do the first pass beside v, which it writes, as load's forward returns both. Raises
+    Unsupported."""
+    if not case.x.dtype == case.dtype == torch.float32:
+        raise Unsupported("v isn't written in 16 bits")
+    if case.turns_y:
+        raise Unsupported("passes turn y on the way")
+    saving = programs.composed_of(case.segment, programs.kind_for(case))
+
+    def made(mainloop) -> Composed:
+        if mainloop.walks:
+            raise Unsupported("it may be slower than the library")
+        found = composed(case.segment, mainloop, case.exact_order, True, saving)
+        if _is_better_behind(case, mainloop, *found.parts.values()):
+            raise Behind
+        return found
+
+    return _first(case, made)
+
+
+def _first(case: Case, made: Callable[..., Composed]):
     direct.check(case)
     refused = []
     for mainloop in mainloops.MAINLOOPS:
@@ -400,35 +424,7 @@ def _chosen(case: Case):
             continue
         try:
             mainloop.check_walk(case.segment, case.weight)
-            found = chosen(case, mainloop)
-            if (reason := mainloop.refuses(_job(found, case))) is None:
-                return mainloop, found
-            refused.append(f"{mainloop.name}: {reason}")
-        except Unsupported as error:
-            refused.append(f"{mainloop.name}: {error}")
-            if isinstance(error, Behind):
-                break
-    raise Unsupported("; ".join(refused))
-
-
-def beside_v(case: Case):
-    """(mainloop, Composed) of the first mainloop that can do the first pass beside v, which it writes, as load's forward returns both. Raises
-    Unsupported."""
-    direct.check(case)
-    if not case.x.dtype == case.dtype == torch.float32:
-        raise Unsupported("v isn't written in 16 bits")
-    if case.turns_y:
-        raise Unsupported("passes turn y on the way")
-    saving, refused = programs.composed_of(case.segment, programs.kind_for(case)), []
-    for mainloop in mainloops.MAINLOOPS:
-        # A mainloop that walks may be slower than the library.
-        if mainloop.dimensions != case.weight.dim() - 2 or mainloop.sinks is None or mainloop.walks:
-            continue
-        try:
-            mainloop.check_walk(case.segment, case.weight)
-            found = composed(case.segment, mainloop, case.exact_order, True, saving)
-            if _is_better_behind(case, mainloop, *found.parts.values()):
-                raise Behind
+            found = made(mainloop)
             if (reason := mainloop.refuses(_job(found, case))) is None:
                 return mainloop, found
             refused.append(f"{mainloop.name}: {reason}")
