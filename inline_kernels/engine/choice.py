@@ -115,8 +115,8 @@ LIBRARY_WEIGHT_OPERATIONS = {2: 700e6, 4: 143e6}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
 LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
 INPUT_OPERATIONS = {True: 560e6, False: 320e6}
-# The library's of x, of volumes in TF32, of which it computes 128 channels in at once below 32, and 32 channels out (fitted to steps with dx of
-# RECORD: 46e6 to 122e6; with 3 channels in half of that); of images with few channels, for each, at least as of 8 (24e6 of 8, in float32 7e6 of 8, 18e6 of 16).
+# The library's of x, of volumes in TF32, of which it computes 128 channels in at once below 32, and 32 channels out (fitted to its kernels in
+# trials/input_gradients.json: 46e6 to 122e6; with 3 channels in half of that); of images with few channels, for each, at least as of 8 (24e6 of 8, in float32 7e6 of 8, 18e6 of 16).
 LIBRARY_VOLUMES_INPUT = 110e6
 LIBRARY_FEW_INPUT, LIBRARY_FEW_INPUT_FLOAT32 = {2: 7e6, 4: 3.5e6}, 1.1e6
 # Of few channels in: the library's of images for each channel, at least as of 8, and at most (steps of benchmarks/results/fuse/2026-11-26-h100-train.json

@@ -142,14 +142,13 @@ def _splits(segment, x: Tensor, weight: Tensor) -> bool:
 
 
 class _Turned(NamedTuple):
-    """x's gradient as a convolution of dz with the filters turned round: that one's image and filters, and how they go over it."""
+    """x's gradient as a convolution of dz with the filters turned round: that one's image and filters, and how they go over it. settings: of the
+    convolution itself, or None where it pads by more behind than before."""
 
     image: tuple[int, ...]
     filters: tuple[int, ...]
     walk: mainloops.Walk
-    settings: (
-        precision.Settings | None
-    )  # of the convolution itself, or None where it pads by more behind than before
+    settings: precision.Settings | None
 
     @classmethod
     def of(cls, segment, x: Tensor, weight: Tensor) -> _Turned:
@@ -206,8 +205,6 @@ def stream_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
         return "the convolution has groups, a stride or no zeros around its image"
     if reason := tiling.stream_obstacle(x, x.dtype):
         return reason
-    if library.is_channels_last(x, weight) or layouts.fastest(segment, x, weight, "dx") != layouts.PLANES:
-        return "the library takes its operands channels last"
     turned = _Turned.of(segment, x, weight)
     if min(*turned.walk.before, *turned.walk.behind) < 0:
         return "the image has more around it than the filter"
@@ -215,10 +212,10 @@ def stream_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
         return "there is nothing to convolve, or more than is counted in int"
     if turned.loses_anyhow(x, weight):  # what eager runs need not be asked then
         return "the library is faster at such sizes"
-    by_views = turned.streamed(x, weight).folded == choice.VIEWS
-    if not by_views and mainloops.copies_obstacle(
-        turned.walk, weight.shape[2:], (1,) * len(weight.shape[2:])
-    ):
+    if library.is_channels_last(x, weight) or layouts.fastest(segment, x, weight, "dx") != layouts.PLANES:
+        return "the library takes its operands channels last"
+    taps, by_views = weight.shape[2:], turned.streamed(x, weight).folded == choice.VIEWS
+    if not by_views and mainloops.copies_obstacle(turned.walk, taps, (1,) * len(taps)):
         return "the filter reaches too far"
     ours, theirs = stream_expected(segment, x, weight)
     return "the library is faster at such sizes" if theirs <= ours else None

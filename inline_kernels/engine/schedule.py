@@ -55,9 +55,8 @@ class Plan:
     convolve: Callable | None = None  # gives v of x and the weight, as forward's passes read it
     filters: layouts.Turning | None = None  # how it turns the latter first, which a chain does for it
     own: Callable | None = None  # the same, contiguous, in the library's place
-    instead: Callable | None = (
-        None  # gives what forward does, of the arguments, in the place of all that (inside.py, stored.py)
-    )
+    # Gives what forward does, of the arguments, in the place of all that (inside.py, stored.py).
+    instead: Callable | None = None
     layout: int = 0  # of what forward's passes turn, or backward's (`Program.turns`): kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     last: bool = False  # are all arrays of positions and channels channels last? Then so is y
@@ -66,10 +65,9 @@ class Plan:
     in_place: bool = False
     without_dz: bool = False  # does backward's pass for the gradient of v alone not run?
     results: Callable | None = None  # gives what forward returns, of what launch is given and makes
-    backward: dict[tuple, Back] = field(
-        default_factory=dict
-    )  # by what is asked for, and the library's settings, which may be others than forward's
-    settings: object = None  # those of the last backward
+    # By what is asked for, and the library's settings, which may be others than forward's; those of the last one.
+    backward: dict[tuple, Back] = field(default_factory=dict)
+    settings: object = None
     turned: tuple | None = None  # of `_input_gradient`: the size of dx, and what is launched
     pieces: Sequence[
         tuple[int, int, Plan]

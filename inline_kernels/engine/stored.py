@@ -99,7 +99,7 @@ def plan(case: Case) -> schedule.Plan:
 
 
 def _with_the_first_pass(case: Case, mainloop, found: sinks.Composed) -> schedule.Plan:
-    plan = schedule.plan(case, own=lambda *_: None)
+    plan = schedule.plan(case, own=lambda *_: None)  # which is not called: `instead` stands for all
     launch = sinks.launch_of(
         case, mainloop, found, lambda array, place: schedule.entry_of(plan, array, place)
     )
