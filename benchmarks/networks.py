@@ -117,6 +117,58 @@ class VolumeBlock(nn.Module):
         return F.leaky_relu(self.norm2(self.conv2(x)), 0.01)
 
 
+class Bottleneck(nn.Module):
+    """ResNet-50's block: 1 x 1 to a quarter of the channels, 3 x 3, 1 x 1 back, with batch norms, beside the input."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        few = channels // 4
+        self.conv1, self.bn1 = nn.Conv2d(channels, few, 1, bias=False), nn.BatchNorm2d(few)
+        self.conv2, self.bn2 = nn.Conv2d(few, few, 3, padding=1, bias=False), nn.BatchNorm2d(few)
+        self.conv3, self.bn3 = nn.Conv2d(few, channels, 1, bias=False), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        return F.relu(self.bn3(self.conv3(y)) + x)
+
+
+class InvertedResidual(nn.Module):
+    """MobileNet's block: 1 x 1 to four times the channels, a depthwise 3 x 3, 1 x 1 back, with batch norms, and the input."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        many = 4 * channels
+        self.grow = nn.Sequential(nn.Conv2d(channels, many, 1, bias=False), nn.BatchNorm2d(many), nn.SiLU())
+        self.depthwise = nn.Sequential(
+            nn.Conv2d(many, many, 3, padding=1, groups=many, bias=False), nn.BatchNorm2d(many), nn.SiLU()
+        )
+        self.shrink = nn.Sequential(nn.Conv2d(many, channels, 1, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shrink(self.depthwise(self.grow(x)))
+
+
+class DenseLayer(nn.Module):
+    """DenseNet's layer: (batch norm, ReLU, convolution), 1 x 1 to four times the growth and 3 x 3 to it, joined to the input."""
+
+    def __init__(self, channels: int, growth: int):
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(channels), nn.Conv2d(channels, 4 * growth, 1, bias=False)
+        self.norm2, self.conv2 = (
+            nn.BatchNorm2d(4 * growth),
+            nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1(F.relu(self.norm1(x)))
+        return torch.cat([x, self.conv2(F.relu(self.norm2(y)))], dim=1)
+
+
+def _dense_block(channels: int, growth: int, layers: int) -> nn.Sequential:
+    return nn.Sequential(*(DenseLayer(channels + growth * layer, growth) for layer in range(layers)))
+
+
 class Network(NamedTuple):
     number: str  # its name, in records
     model: Callable[[], nn.Module]
@@ -140,5 +192,8 @@ _ALL = [
     Network("unet", UNet, (8, 3, 256, 256), lambda: UNet(8, 2), (2, 3, 24, 20)),
     Network("vae_block", AutoencoderBlock, (8, 128, 128, 128), lambda: AutoencoderBlock(16, 4), (2, 16, 9, 11)),
     Network("volume_block", VolumeBlock, (2, 32, 64, 64, 64), lambda: VolumeBlock(4, 8), (2, 4, 8, 7, 9)),
+    Network("bottlenecks", lambda: nn.Sequential(*(Bottleneck(256) for _ in range(3))), (32, 256, 56, 56), lambda: Bottleneck(32), (2, 32, 9, 11)),
+    Network("inverted", lambda: nn.Sequential(*(InvertedResidual(48) for _ in range(3))), (32, 48, 56, 56), lambda: InvertedResidual(8), (2, 8, 9, 11)),
+    Network("dense", lambda: _dense_block(64, 32, 6), (16, 64, 56, 56), lambda: _dense_block(8, 8, 2), (2, 8, 9, 11)),
 ]  # fmt: skip
 NETWORKS: dict[str, Network] = {network.number: network for network in _ALL}

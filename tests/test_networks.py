@@ -10,7 +10,15 @@ from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
 from inline_kernels.engine.capture import capture
 
-CONVOLUTIONS = {"resnet18": 20, "unet": 10, "vae_block": 2, "volume_block": 2}
+CONVOLUTIONS = {
+    "resnet18": 20,
+    "unet": 10,
+    "vae_block": 2,
+    "volume_block": 2,
+    "bottlenecks": 3,
+    "inverted": 3,
+    "dense": 2,
+}
 
 
 @pytest.mark.parametrize("name", NETWORKS)
