@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import numerics
-from benchmarks.networks import NETWORKS
+from benchmarks.networks import NETWORKS, Bottleneck
 from inline_kernels import fuse
 from inline_kernels.engine import between, library, precision
 from inline_kernels.engine import capture as capturing
@@ -194,6 +194,28 @@ def test_eagers_float32_stays(layouts, monkeypatch):
     with torch.no_grad():
         fuse(model)(x)
     assert layouts == [False, True, True, True, True, False]
+
+
+def test_what_lies_otherwise_is_turned_by_kernels(layouts, monkeypatch):
+    """PyTorch's copies take three times as long. What a block adds is the model's own at one end, and the result at the other."""
+    monkeypatch.setattr(between, "rounds", lambda segment, x: False)
+    aligned, contiguous, copied = library.aligned, torch.Tensor.contiguous, []
+
+    def noted(t, layout=torch.contiguous_format, **given):
+        layout = given.get("memory_format", layout)
+        copied.extend([*t.shape] for _ in range(t.dim() == 4 and not t.is_contiguous(memory_format=layout)))
+        return contiguous(t, memory_format=layout)
+
+    blocks = lambda: nn.Sequential(Bottleneck(16), Bottleneck(16), Bottleneck(16))  # noqa: E731
+    monkeypatch.setattr(library, "aligned", lambda t, *layout: (noted(t, *layout), aligned(t, *layout))[1])
+    assert not numerics.wrong_of(blocks, (2, 16, 5, 6), "train_dx")
+    torch.manual_seed(0)
+    model, x = fuse(blocks()), torch.randn(2, 16, 5, 6)
+    y = model(x)
+    with monkeypatch.context() as also:
+        also.setattr(torch.Tensor, "contiguous", noted)
+        y.backward(torch.randn_like(y))
+    assert any(layouts) and not copied
 
 
 class Pooled(Chain):

@@ -292,7 +292,7 @@ class _Back:
             for place, need, gradient in zip(each.places, each.needs, found):
                 if need and gradient is not None:
                     known = gradients[place]
-                    gradients[place] = gradient if known is None else known + gradient
+                    gradients[place] = gradient if known is None else _sum(known, gradient)
             turned[i] = a = saved = found = dy = None
             for at in each.frees:
                 given[at] = None
@@ -322,6 +322,12 @@ class _Back:
         for t, each, turning in zip(made, self.steps, self.back):
             if turning and t is not None:
                 gradients[each.weight] = t.contiguous()
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    """Of two gradients, channels last if one of them is: so reads it the part that it is of."""
+    has_layouts = other.dim() in library.CHANNELS_LAST
+    return other + one if has_layouts and library.is_channels_last(other) else one + other
 
 
 def _by_library(step: Step) -> bool:

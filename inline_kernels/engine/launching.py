@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -33,7 +34,8 @@ class Entry(NamedTuple):
 class Launch:
     """A launcher for arguments of one kind: `run(arguments, *given)` allocates what is to be made, runs it, and returns that, of the
     names `made`. bind: gives what is run, of the tensors that lie channels last. given: the names of what is there beside the arguments.
-    number: of an argument, a number, behind the tensors. `last`: does the first one lie channels last?"""
+    number: of an argument, a number, behind the tensors. turning: gives what turns a tensor like that one, to channels last or back, or None.
+    `last`: does the first one lie channels last?"""
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class Launch:
         arguments: Sequence,
         given: Sequence[str] = (),
         number=None,
+        turning: Callable[[Tensor, bool], Callable | None] | None = None,
     ):
         self.last = table[0].last
         none = [e for e in table if e.shape is not None and not math.prod(e.shape)]
@@ -55,7 +58,7 @@ class Launch:
         of += () if number is None else (number,)
         self.pick = itemgetter(*of, of[0])  # of two at least it gives a tuple
         self.converted = [
-            (at, e)
+            (at, e, _reading(arguments[e.argument], e, turning))
             for at, e in enumerate(table)
             if e.argument is not None and not _is_ready(arguments[e.argument], e)
         ]
@@ -77,10 +80,10 @@ class Launch:
     def _converting(self, arguments: Sequence, *given: Tensor) -> list[Tensor]:
         made = [*map(torch.empty_like, self.like), *self.none]
         *taken, _ = self.pick((*arguments, *given, *made))
-        for at, entry in self.converted:
-            taken[at] = _as_read(taken[at], entry)
+        for at, _, read in self.converted:
+            taken[at] = read(taken[at])
         self.bound(*taken)
-        for at, entry in self.converted:
+        for at, entry, _ in self.converted:
             if entry.written:
                 arguments[entry.argument].copy_(taken[at])
         return made
@@ -113,8 +116,15 @@ def _is_ready(t: Tensor, entry: Entry) -> bool:
     return alike and (t.dim() < entry.aligned or t.data_ptr() % 16 == 0)
 
 
+def _reading(t: Tensor, entry: Entry, turning: Callable | None) -> Callable[[Tensor], Tensor]:
+    """What makes of an argument like t what kernels read."""
+    turned = None
+    if turning and t.dtype == entry.dtype and entry.channels in (0, t.numel()):
+        turned = turning(t, entry.last)
+    return turned or functools.partial(_as_read, entry=entry)
+
+
 def _as_read(t: Tensor, entry: Entry) -> Tensor:
-    """An argument as kernels read it."""
     t = t if t.dtype == entry.dtype else t.detach().to(entry.dtype)
     if entry.channels not in (0, t.numel()):
         return t.detach().reshape(-1).expand(entry.channels).contiguous()

@@ -91,6 +91,14 @@ class Turns:
         """What lies so already comes as it is."""
         return itself if library.is_channels_last(like) else self._one(_Turn.of(like, True), rounds)
 
+    def lying(self, like: Tensor, last: bool) -> Callable[[Tensor], Tensor] | None:
+        """Of what lies in the other of the two layouts, or None: then it is PyTorch's to copy."""
+        if like.dim() not in library.CHANNELS_LAST or not hasattr(self.kernels, "transpose"):
+            return None
+        turn = _Turn.of(like, last)
+        lies_so = turn.moves and like.is_contiguous(memory_format=turn.layout)
+        return self._launched(turn, False) if lies_so else None
+
     def planes(self, like: Tensor) -> Callable[[Tensor], Tensor]:
         """Of what lies channels last."""
         return self._one(_Turn.of(like, False), False)

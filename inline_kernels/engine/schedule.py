@@ -408,7 +408,12 @@ def launch_of(
         table.append(Entry(array.name, _dtype(plan, array), place, shape, array in made, last=last))
     numbers = _numbers(plan, program, names, arguments)
     bind = functools.partial(launcher.bound, *numbers, trusting=trusting, new=new_of(table))
-    return Launch(bind, table, arguments, given, at["seed"] + 1 if names.random else None)
+    number = at["seed"] + 1 if names.random else None
+
+    def turning(like: Tensor, last: bool) -> Callable | None:
+        return plan.turns.lying(like, last) if like.dtype == plan.value_dtype else None
+
+    return Launch(bind, table, arguments, given, number, turning)
 
 
 def entry_of(plan: Plan, array: Array, place: int | None) -> Entry:
