@@ -21,7 +21,7 @@ import inline_loader
 from benchmarks import level2
 from fuzz_engine import random_program
 from inline_kernels.bench import checks
-from inline_kernels.engine import between, layouts, library, passes, programs, schedule, source
+from inline_kernels.engine import between, launching, layouts, library, passes, programs, schedule, source
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import CTYPES, Case
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
@@ -471,6 +471,17 @@ def test_running_statistics(number, dtype, saving, device):
     for name, buffer in eager.named_buffers():
         if buffer.is_floating_point():
             torch.testing.assert_close(model.get_buffer(name), buffer, **close)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_statistics_of_16_bits_are_read_as_they_are(training, device, monkeypatch):
+    """Copies of small tensors, back and forth, cost the host more than the convolution."""
+    monkeypatch.setattr(launching, "_as_read", None)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).bfloat16().train(training)
+    x = torch.randn(3, 3, 6, 7).bfloat16()
+    run = Run(model, x, torch.randn(3, 4, 4, 5).bfloat16() if training else None)
+    eager = copy.deepcopy(model)
+    torch.testing.assert_close(run.results["output"], eager(x), rtol=0.02, atol=0.02)
 
 
 def test_norms_in_eval_mode(device):

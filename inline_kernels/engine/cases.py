@@ -82,9 +82,8 @@ class Case(NamedTuple):
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """In which the tail's parameters are read, and their gradients written: all have it, or what is computed in."""
-        first = len(self.segment.inputs) + 1
-        own = self.arguments[first : first + len(self.segment.parameters) - 1]
+        """In which the tail's parameters and running statistics are read, gradients and the latter written: all have it, or what is computed in."""
+        own = self.arguments[len(self.segment.inputs) + 1 : len(self.segment.tensors)]
         accumulated = torch.float64 if self.x.dtype == torch.float64 else torch.float32
         return self.x.dtype if all(t.dtype == self.x.dtype for t in own) else accumulated
 

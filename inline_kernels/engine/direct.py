@@ -258,7 +258,7 @@ class _Writer:
                 at = cases.first_number(self.segment) + list(self.segment.scalars).index(name)
                 self.members[name] = Member(own, "double", at, False)
             else:
-                ctype = {"input": "value_t", "parameter": "parameter_t"}.get(kind, "accumulate_t")
+                ctype = "value_t" if kind == "input" else "parameter_t"
                 self.members[name] = Member(own, ctype, self.segment.tensors.index(name), True)
         return self.members[name]
 

@@ -124,7 +124,7 @@ def running_statistics(segment, statistics: Sequence[Node]) -> list[Root]:
         for name, node in ((update.mean_buffer, mean), (update.variance_buffer, unbiased)):
             before = found[name] if name in found else graph.leaf(name, node.space, "buffer")
             found[name] = before * (1.0 - update.momentum) + node * update.momentum
-    return [Root(naming.identifier(name), node, node.space, "real") for name, node in found.items()]
+    return [Root(naming.identifier(name), node, node.space, "parameter") for name, node in found.items()]
 
 
 def differentiated(segment, y: Node, kind: Kind) -> Composed:
@@ -376,6 +376,5 @@ def names_of(segment, program: Program) -> naming.Names:
         else:
             own = naming.identifier(name)
             array = {"z": ("v", "value"), "dy": ("dy", "output"), "input": (own, "value")}
-            array |= {"parameter": (own, "parameter")}
-            incoming[node] = Array(*array.get(kind, (own, "real")), node.space)
+            incoming[node] = Array(*array.get(kind, (own, "parameter")), node.space)
     return naming.Names(incoming, scalars, random)

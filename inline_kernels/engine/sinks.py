@@ -226,7 +226,7 @@ class _Composer:
         names = [leaf.attr[0] for leaf in self.segment.inputs[1:]]
         names += [*self.segment.parameters[1:], *self.segment.buffers]
         used = {name: kind for name, kind in kinds if kind in ("parameter", "buffer", "input")}
-        types = {"input": "value_t", "parameter": "parameter_t", "buffer": "accumulate_t"}
+        types = {"input": "value_t", "parameter": "parameter_t", "buffer": "parameter_t"}
         tensors = [(n, types[used[n]]) for n in names if n in used]
         numbers = [name for name in self.segment.scalars if (name, "scalar") in kinds]
         return tensors, numbers, any(kind == "drawn" for _, kind in kinds)
