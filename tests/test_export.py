@@ -26,10 +26,11 @@ from torch import nn
 import inline_loader
 import models
 import test_emulated
+from inline_kernels.engine import direct
 from inline_kernels.export import cell_of, export, notebook, used
 from inline_kernels.loader import source as loader_source
 from inline_kernels.loader import units
-from test_emulated import folder  # noqa: F401
+from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 # What KernelBench looks for in a solution's text, comments taken off (its kernel_static_checker.py): errors of any kind.
@@ -81,6 +82,33 @@ class Pooled(nn.Module):
 
     def forward(self, x):
         return self.drop(self.pool(self.norm(self.conv(x)) * self.scale)) + self.shift
+
+
+class Normed(nn.Module):
+    """y = batch_norm(conv(x)) * scale."""
+
+    def __init__(self, channels_in, channels, scale):
+        super().__init__()
+        self.conv, self.norm, self.scale = (
+            nn.Conv2d(channels_in, channels, 3),
+            nn.BatchNorm2d(channels),
+            scale,
+        )
+
+    def forward(self, x):
+        return self.norm(self.conv(x)) * self.scale
+
+
+class Activated(nn.Module):
+    """y = relu(conv(x)) * scale + bias."""
+
+    def __init__(self, channels_in, channels, scale):
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(channels_in, channels, 3), scale
+        self.bias = nn.Parameter(torch.randn(channels, 1, 1))
+
+    def forward(self, x):
+        return torch.relu(self.conv(x)) * self.scale + self.bias
 
 
 # The library convolves: v is its result.
@@ -163,6 +191,7 @@ CELLS = {
     "engine, pooled": pooled, "engine, cuda": lambda: pooled(device="cuda"),
     "dropped": lambda: exported(DroppedConv, (2, 0.25), (3, 2, 20, 20), DROPPED),
     "engine, dropped": lambda: exported(DroppedConv, (2, 0.25), (3, 2, 20, 20)),
+    "engine, statistics": lambda: exported(Normed, (3, 4, 0.5), (3, 3, 9, 11)),
 }  # fmt: skip
 FUSED = [name for name, problem in models.PROBLEMS.items() if "fused" in problem.variants]  # for a GPU
 CELLS |= {name: functools.partial(cell_of, name, "cuda") for name in FUSED}
@@ -241,8 +270,8 @@ def test_the_host_is_one_text_for_all():
 
 
 MOST = {  # lines of a cell for a GPU
-    "conv2d_min_add_multiply": 3941, "conv2d_groupnorm_scale_maxpool_clamp": 4376,
-    "conv3d_groupnorm_min_clamp_dropout": 3826, "conv3d_multiply_instancenorm_clamp_multiply_max": 3705,
+    "conv2d_min_add_multiply": 3962, "conv2d_groupnorm_scale_maxpool_clamp": 4397,
+    "conv3d_groupnorm_min_clamp_dropout": 3847, "conv3d_multiply_instancenorm_clamp_multiply_max": 3726,
 }  # fmt: skip
 
 
@@ -405,11 +434,10 @@ def test_a_file_as_a_cell(tmp_path):
 @pytest.mark.parametrize("old, new, message", [
     ("self.scaled(TAIL)", "torch.relu(self.other(TAIL))", "its first convolution's kernels leave to PyTorch: the convolution other"),
     ("self.scaled(TAIL)", "torch.cumsum(TAIL, 1)", "its first convolution's kernels leave to PyTorch: cumsum"),
-    ("self.scaled(TAIL)", "self.norm(TAIL)", "a cell can't have running statistics"),
     ("2, channels, 3)", '2, channels, 3, padding=1, padding_mode="reflect")', "a cell can't have padding that isn't of zeros"),
     ("self.scaled(TAIL)", "x", "no kernels serve it: "),
     ("[torch.rand(batch_size, 2, 9, 12)]", "[torch.rand(2), 3]", "expected get_inputs to give one tensor, got Tensor, int"),
-], ids=["convolution", "operation", "statistics", "padding", "none", "inputs"])  # fmt: skip
+], ids=["convolution", "operation", "padding", "none", "inputs"])  # fmt: skip
 def test_what_a_cell_can_t_hold_is_named(old, new, message, tmp_path):
     old, new = (each.replace("TAIL", "torch.tanh(self.conv(x) + self.shift)") for each in (old, new))
     assert FILE.count(old) == 1
@@ -655,7 +683,7 @@ def on_the_cpu(folder, monkeypatch):  # noqa: F811
     def load_inline(name, sources, cuda, *, build_directory, **options):
         compiled_for_the_cpu(folder, sources[0], Path(build_directory, f"{name}.so"))
 
-    def cell(name):
+    def cell(name, text=None):
         kernels = test_emulated.once(folder / "cells", emulated_kernels)
         monkeypatch.setattr(export, "KERNELS", kernels)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
@@ -667,7 +695,7 @@ def on_the_cpu(folder, monkeypatch):  # noqa: F811
             own = export.composed(problem, x, "cuda")._replace(place=kernels)
             names = ran(export.cell(export._text_of(problem), model, x, own, "cuda"))
         else:
-            names = ran(CELLS[name]())
+            names = ran((text or CELLS[name])())
         names["_EXPECTED"]["the device of all"] = "cpu"
         return names.update(_DEVICE="cpu") or names
 
@@ -697,6 +725,41 @@ def test_cells_for_a_gpu_in_the_emulation(name, on_the_cpu):
     for one, other, exact in zip(*gradients, strict=True):
         error, limit = ((t.double() - exact).norm() for t in (one, other))
         assert error <= 2 * limit + 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("Model", [Activated, Normed])
+def test_convolutions_of_our_own_in_the_emulation(Model, gpu, on_the_cpu, monkeypatch):  # noqa: F811
+    """Where nothing is kept, y by one launcher, and else v; running statistics as Model's; only for what they were chosen for."""
+    given, shape = (8, 16, 0.5), (2, 8, 14, 22)
+    problem = SimpleNamespace(Model=Model, input_shape=shape, get_init_inputs=lambda: [*given])
+
+    def text():
+        gpu()
+        monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
+        model, x = Model(*given), torch.empty(shape, device="meta")
+        own = export.generated(model, x, "cuda", by_our_own=True)._replace(place=export.KERNELS)
+        assert {"forward", "convolve", "forward_saving"} <= {
+            each.name for each in loader_source.parse_launchers(own.source)
+        }
+        assert "v" not in re.search(r"EXPORT void forward\((.*)\)", own.source)[1].split()
+        return export.cell(export._text_of(problem), model, x, own, "cuda")
+
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    names = on_the_cpu("", text)
+    names["check"]()
+    ours, theirs, x = pair(names)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    if Model is Normed:
+        with pytest.raises(RuntimeError, match="can't run: norm.training is False"):
+            ours.eval()(x)
+    capability = (9, 0)
+    with pytest.raises(RuntimeError, match=r"the GPU is capability 9.0, its kernels are for capability 8.0"):
+        ours.train()(x)
 
 
 def test_fused_dropout_in_the_emulation(on_the_cpu):

@@ -46,7 +46,7 @@ def alone(case: Case) -> Case:
     return Case(known[last], (case.x, case.weight), False, case.x.dtype, last=last)
 
 
-def _convolving(case: Case):
+def convolving(case: Case):
     """The schedule that convolves. Raises Unsupported."""
     segment = case.segment
     if case.stays_last and not schedule.is_last(case, programs.composed_of(segment, programs.kind_for(case))):
@@ -76,7 +76,7 @@ def _beside(case: Case) -> tuple | None:
 def requests(case: Case) -> list[dict]:
     """The first one is load's."""
     behind, beside = _behind(case), _beside(case)
-    own = [sinks.build(*beside, behind)] if beside else _convolving(case).requests(alone(case))
+    own = [sinks.build(*beside, behind)] if beside else convolving(case).requests(alone(case))
     return schedule.requests(behind) + own
 
 
@@ -85,7 +85,7 @@ def describe(case: Case) -> str:
     if beside := _beside(case):
         mainloop, found = beside
         return schedule.describe(behind, mainloop.name, min(found.parts))
-    by = _convolving(case)
+    by = convolving(case)
     return schedule.describe(behind, by.describe(alone(case)).partition(":" if by is sinks else ",")[0])
 
 
@@ -93,7 +93,7 @@ def plan(case: Case) -> schedule.Plan:
     behind = _behind(case)
     if beside := _beside(case):
         return _with_the_first_pass(behind, *beside)
-    by = _convolving(case)
+    by = convolving(case)
     own = by.plan(alone(case))
     return schedule.plan(behind, own=lambda x, weight: by.forward(own, (x, weight))[0])
 

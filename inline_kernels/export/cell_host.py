@@ -24,6 +24,7 @@ _SIZES, _SAMPLES, _CONVOLUTION = (
     (),
 )  # of x behind the batch; that stay in cache (0: all); the library's settings
 _AS_WRITTEN = ""  # the digest of the formula's code as it was exported
+_CHOSEN_FOR = ""  # the GPU's capability for which our own convolutions were chosen, and TF32 if they are only as exact as that; "": there are none
 
 # ------------------------------------------------------------------------------------------- host: the same for all models
 _TYPES = {f"{name}_t": getattr(torch, name) for name in ("uint8", "int32", "int64")} | {"bool": torch.bool}
@@ -36,6 +37,7 @@ _LAUNCHERS = {
     key: [each.split()[::-1] for each in each.split(",") if each] for key, each in _LAUNCHERS.items()
 }
 _LAUNCHERS = {name: dict(given) for name, given in _LAUNCHERS.items()}  # types by name
+_BatchNorm = nn.modules.batchnorm._BatchNorm
 _CODE = _hashlib.sha256(_re.sub(r"//.*|/\*(?s:.*?)\*/|\s", "", _FORMULA[1]).encode()).hexdigest()[:16]
 _TRAINS = {_AS_WRITTEN}  # digests of code whose gradient is right
 
@@ -156,10 +158,19 @@ def _run(given, saving):
     for first in range(0, len(x), step):
         part, out = (t[first : first + step] for t in (x, y)) if step < len(x) else (x, y)
         made = given | {"x": part, "y": out}
-        if "v" in _LAUNCHERS[name]:  # the library convolves
+        if "v" in _LAUNCHERS[name] and "convolve" in _LAUNCHERS:
+            made["v"] = x.new_empty(_shape_of_v(part.shape))
+            _launch("convolve", made)
+        elif "v" in _LAUNCHERS[name]:  # the library convolves
             made["v"] = torch.ops.aten.convolution(part, given["weight"], None, *_CONVOLUTION)
         _launch(name, made, {} if saving else dict.fromkeys(_LAUNCHERS[name], 0))
     return made | {"x": x, "y": y}
+
+
+@_functools.cache
+def _shape_of_v(shape):
+    x = torch.empty(shape, dtype=_DTYPE, device="meta")
+    return torch.ops.aten.convolution(x, _GETTERS["weight"](_MADE), None, *_CONVOLUTION).shape
 
 
 class _Function(torch.autograd.Function):
@@ -211,6 +222,9 @@ def _described(model, x):
     """What the kernels take for granted, by its name."""
     transformed = torch._C._are_functorch_transforms_active()
     yield "torch.func or forward-mode AD", transformed or torch.autograd.forward_ad._current_level >= 0
+    capability = torch.cuda.get_device_capability(x.device) if _CHOSEN_FOR and not x.is_meta else ()
+    in_tf32 = ", TF32" * (_CHOSEN_FOR[-4:] == "TF32" and _tf32())
+    yield "the GPU", capability and "capability {}.{}".format(*capability) + in_tf32 or ""
     yield "autocast", torch.is_autocast_enabled(_DEVICE)
     yield "hooks on all modules", bool(nn.modules.module._has_any_global_hook())
     devices = {x.device}
@@ -222,6 +236,7 @@ def _described(model, x):
             own["hooks"] = any([values[key] for key in values if _re.match("_(for|back)ward.*_hooks$", key)])
         own |= {key: value for key, value in values.items() if key[0] != "_" and key != "training"} | tensors
         own |= {"tensors": [*tensors]} if path else {}
+        own |= {"training": module.training} if isinstance(module, _BatchNorm) else {}
         devices |= {t.device for t in tensors.values() if t is not None}
         for key, value in own.items():
             name = f"{path}.{key}".lstrip(".")
@@ -244,6 +259,8 @@ class ModelNew(Model):
             if (own := found.get(what)) != expected:
                 raise RuntimeError(f"ModelNew can't run: {what} is {own}, its kernels are for {expected}")
         given = {"x": x} | {name: get(self) for name, get in _GETTERS.items()}
+        norms = [each for each in self.modules() if isinstance(each, _BatchNorm) and each.training]
+        [each.num_batches_tracked.add_(1) for each in norms if each.num_batches_tracked is not None]
         tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
         numbers = {name: t for name, t in given.items() if name not in tensors}
         numbers["checked"] = "checked" in vars(self)
@@ -261,7 +278,9 @@ class ModelNew(Model):
 def check(batch_size=2, draws=3):
     """Compares y and gradients with Model's: an error above twice Model's raises. Then an edited formula trains."""
     kinds = (ModelNew, _DTYPE), (Model, _DTYPE), (Model, torch.float64)
-    models = [each(*get_init_inputs()).to(_DEVICE, dtype).eval() for each, dtype in kinds]
+    models = [each(*get_init_inputs()).to(_DEVICE, dtype) for each, dtype in kinds]
+    for module in [module for model in models for module in model.modules()]:
+        module.training = isinstance(module, _BatchNorm)  # nothing is dropped
     models[0].checked = True
     for same in zip(*[model.parameters() for model in models]):
         value = same[0] * (1 + torch.randn_like(same[0]) / 4) + torch.randn_like(same[0]) / 10
@@ -272,7 +291,9 @@ def check(batch_size=2, draws=3):
         inputs = [x.to(next(model.parameters()).dtype, copy=True).requires_grad_(), *model.parameters()]
         y = model(inputs[0])
         found.append([y.detach(), *torch.autograd.grad(y, inputs, dy.to(y.dtype), materialize_grads=True)])
-    for name, *both, exact in zip(["y", "x.grad", *names], *found):
+        with torch.no_grad():
+            found[-1].append(model(inputs[0]))
+    for name, *both, exact in zip(["y", "x.grad", *names, "y without gradients"], *found):
         ours, theirs, size = [float((t.double() - exact).norm()) for t in both] + [float(exact.norm())]
         print(f"{name}: error {ours:.1e}, Model's {theirs:.1e}, of {size:.1e}")
         if not ours <= 2 * theirs + 1e-6 * size:
@@ -290,4 +311,4 @@ _KEPT = {"x", "weight"}.union(*[kinds for name, kinds in _LAUNCHERS.items() if n
 _WHOLE = {name for kinds in _LAUNCHERS.values() for name, kind in kinds.items() if kind == "int64_t"}
 _VARYING = {path for name, path in _ARGUMENTS.items() if name not in _WHOLE}  # numbers that may change
 _EXPECTED = dict(_described(_MADE, torch.empty(1, *_SIZES, dtype=_DTYPE, device="meta")))
-_EXPECTED |= {"the device of all": _DEVICE}
+_EXPECTED |= {"the device of all": _DEVICE, "the GPU": _CHOSEN_FOR}

@@ -12,8 +12,10 @@ A source is one of the repository's, or the engine's for the only segment of Mod
   backward… run in their order, but for those that have no more than another one has of what is wanted; they give d_x and d_weight, empty
       where nobody wants them, and a d_<parameter> of each parameter, and may give more to those behind them. (dx is d_x.)
 
+  convolve(Out v, In x, In weight, stream), if it is there, convolves in the library's place.
+
 Parameters are Model's attributes, dots as underscores: conv_bias is conv.bias; `weight` is the convolution's. What takes `v` in x's place
-gets the library's convolution, without bias, and gives `dv`. `seed` and `number` are what random numbers are drawn by: with a number below
+gets the library's convolution, or `convolve`'s, without bias, and gives `dv`. `seed` and `number` are what random numbers are drawn by: with a number below
 0 nothing is dropped; so it is where `p` is 0. A number may be asked of an int64_t function of its name. Macros CAPABILITY and SHARED_LIMIT
 are the GPU's; TF32 says whether the library may convolve float32 in it.
 """
@@ -35,7 +37,7 @@ from torch import nn
 
 import models
 from inline_kernels import problem as problems
-from inline_kernels.engine import cases, library, mainloops, programs, schedule
+from inline_kernels.engine import cases, library, mainloops, programs, schedule, stored, tiling
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
@@ -49,13 +51,15 @@ from inline_kernels.loader.units import KERNELS, RESTORED
 
 TYPES = "value_t output_t accumulate_t parameter_t float double bool uint8_t int32_t int64_t".split()
 OF_GPU = "CAPABILITY", "SHARED_LIMIT", "TF32"  # macros of a build, as cell_host.py finds them
+OF_DTYPES = "VALUE_T", "OUTPUT_T", "PARAMETER_T"  # a cell has its own
 PART = "# %% "  # editors and `notebook` split a file here
 _HOST = Path(__file__).with_name("cell_host.py").read_text(encoding="utf-8")
 
 
 class Kernels(NamedTuple):
     """A source as of the folder `place`. weight: the convolution's, an attribute of Model; convolution: its settings, as
-    torch.ops.aten.convolution takes them. samples: so many at a time stay in a CPU's caches; 0: all at once. gradients: of parameters that share another one's, its name."""
+    torch.ops.aten.convolution takes them. samples: so many at a time stay in a CPU's caches; 0: all at once. gradients: of parameters that share another one's, its name.
+    chosen_for: of the GPU, as cell_host.py has it."""
 
     source: str
     weight: str
@@ -64,6 +68,7 @@ class Kernels(NamedTuple):
     defines: Mapping[str, object] = {}
     samples: int = 0
     gradients: Mapping[str, str] = {}
+    chosen_for: str = ""
 
 
 def cell(text: str, model: nn.Module, x: torch.Tensor, kernels: Kernels, device: str) -> str:
@@ -88,6 +93,7 @@ _DEVICE, _DTYPE, _AS_WRITTEN = "{device}", {x.dtype}, "{hashlib.sha256(code.enco
 _ARGUMENTS = {arguments}  # of a launcher's parameter: Model's attribute
 _GRADIENTS = {gradients}
 _SIZES, _SAMPLES, _CONVOLUTION = {[*x.shape[1:]]}, {kernels.samples}, {kernels.convolution}
+_CHOSEN_FOR = "{kernels.chosen_for}"
 _FORMULA = _sys._getframe().f_lineno, {_literal(formula)}
 
 {PART}headers: what the formula includes
@@ -103,9 +109,10 @@ def cell_of(
     torch sees. Raises ValueError, or KeyError for an unknown name, where there is none."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     path = models.PROBLEMS[name].file if name in models.PROBLEMS else Path(name)
-    if path and path.is_file():
+    if is_file := bool(path and path.is_file()):
         file, text = problems.read(path), path.read_text(encoding="utf-8")
         x, known = torch.empty_like(file.x(), dtype=dtype, device="meta"), ("epilogue",)
+        known += ("fused",) if device == "cuda" and torch.cuda.is_available() else ()
     elif name in models.PROBLEMS:
         file = models.PROBLEMS[name]
         x, known = torch.empty(file.input_shape, dtype=dtype, device="meta"), file.variants_on(device)[1:]
@@ -116,8 +123,14 @@ def cell_of(
         raise ValueError(f"there is no {variant} variant of {name} on a {device} device")
     with torch.random.fork_rng():
         model = file.Model(*file.get_init_inputs()).to(dtype)
-    written = (variant or known[-1]) == "epilogue"
-    kernels = generated(model, x, device) if written else composed(file, x, device)
+    if (variant or known[-1]) == "epilogue":
+        return cell(text, model, x, generated(model, x, device), device)
+    try:
+        kernels = composed(file, x, device)
+    except ValueError:
+        if not is_file:
+            raise
+        kernels = generated(model, x, device, by_our_own=True)
     return cell(text, model, x, kernels, device)
 
 
@@ -136,8 +149,9 @@ def notebook(text: str) -> str:
 # --------------------------------------------------------------------------------------------------- the engine's sources
 
 
-def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
-    """What the engine writes for what follows the library's convolution. Raises ValueError where more than that is to be computed."""
+def generated(model: nn.Module, x: torch.Tensor, device: str, by_our_own: bool = False) -> Kernels:
+    """What the engine writes for what follows the library's convolution. by_our_own: with convolutions of our own, where they are expected to be
+    faster on the GPU that is here. Raises ValueError where more than that is to be computed."""
     structure = structure_of(fuse(model), (x,), {})
     if structure.reason:
         raise ValueError(f"no kernels serve it: {structure.reason}")
@@ -151,7 +165,6 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
     around = library.padding(segment.conv, weight)
     refused = {
         "a second input": len(segment.inputs) > 1,
-        "running statistics": segment.updates,
         "more than one dropout": len(segment.random) > 1,
         "padding that isn't of zeros, the same on both sides": segment.conv.padding_mode != "zeros"
         or any(before != after for before, after in around),
@@ -160,8 +173,9 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
         raise ValueError(f"a cell can't have {next(filter(refused.get, refused))}")
     plans = [_plan(segment, x, weight, device, saving) for saving in (False, True)]
     (ahead, saving), back = [plan.composed for plan in plans], plans[1].composed
-    programs = {"forward": (plans[0], ahead.forward, ahead.forward_names)}
-    if [a.name for a in saving.saved if a.name != "v"]:
+    own = _of_our_own(model, segment, x) if by_our_own else {}
+    programs = {} if "forward" in own else {"forward": (plans[0], ahead.forward, ahead.forward_names)}
+    if "forward" in own or [a.name for a in saving.saved if a.name != "v"]:
         programs["forward_saving"] = plans[1], saving.forward, saving.forward_names
     if back.backward and back.backward.roots:
         programs["backward"] = plans[1], back.backward, back.backward_names
@@ -183,7 +197,70 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
     roots = {identifier(name): root for (name, kind), root in roots.items() if kind == "parameter"}
     shared = {name: root for name, root in roots.items() if root != f"d_{name}"}
     settings = (*settings, conv.groups)
-    return Kernels(text, segment.parameters[0], settings, samples=samples, gradients=shared)
+    defines = {macro: value for each in own.values() for macro, value in each["defines"].items()}
+    return Kernels(
+        _joined([text, *[each["source"] for each in own.values()]]),
+        segment.parameters[0],
+        settings,
+        defines={macro: value for macro, value in defines.items() if macro not in OF_DTYPES},
+        samples=samples,
+        gradients=shared,
+        chosen_for=_chosen_for(x, defines) if own else "",
+    )
+
+
+def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor) -> dict[str, dict]:
+    """What is built for convolutions of our own that are expected to be faster on the GPU that is here, as launchers: `forward`, which computes
+    y, where nothing is kept for backward, and `convolve`."""
+    fast, found = fuse(copy.deepcopy(model).to("cuda" if torch.cuda.is_available() else "cpu")), {}
+    with torch.no_grad():
+        (decision,) = structure_of(fast, (x,), {}).decisions(fast, (x,), {})
+    if decision.runs in ("direct", "sinks"):
+        found["forward"] = dict(decision.requests[0])
+    shape, weight = x.shape, fast.get_parameter(segment.parameters[0])
+    case = cases.Case(segment, (library.without_memory(weight, shape, x.dtype), weight), True, x.dtype)
+    try:
+        (request,) = stored.convolving(case).requests(stored.alone(case))
+        found["convolve"] = request | {"source": _convolving(request["source"])}
+    except schedule.Unsupported:
+        pass
+    for launcher, request in [*found.items()]:
+        if [each.name for each in parse_launchers(request["source"])] != [launcher]:
+            del found[launcher]  # a pass follows
+    of_both = [set(request["defines"].items()) for request in found.values()]
+    if len({macro for macro, _ in set().union(*of_both)}) < len(set().union(*of_both)):
+        del found["forward"]  # they are built for other sizes of memory
+    return found
+
+
+def _convolving(text: str) -> str:
+    """The source of a convolution alone, whose launcher gives v."""
+    for word, other in (("forward", "convolve"), ("y", "v"), ("Tail", "Whole")):
+        text = re.sub(rf"\b{word}\b", other, text)
+    return text
+
+
+def _chosen_for(x: torch.Tensor, defines: Mapping[str, object]) -> str:
+    """Kernels are built for a capability; where an operand is one float16, they are as exact as TF32."""
+    index = torch.cuda.current_device() if torch.cuda.is_available() else None
+    in_tf32 = x.dtype == torch.float32 and str(defines.get("SPLIT")) == "0"
+    return "capability {}.{}".format(*tiling.device_properties(index).capability) + ", TF32" * in_tf32
+
+
+def _joined(sources: Sequence[str]) -> str:
+    """Sources as one: the first one's comment, what they include, what the others have, each declaration once, and what the first one has."""
+    includes, bodies, known = {}, [], set()
+    for source in [*sources[1:], sources[0]]:
+        lines = []
+        for line in source.splitlines()[1:]:
+            declares = re.match(r"(using|template) .*[;}]$", line)
+            if line.startswith("#include"):
+                includes[line] = True
+            elif not (declares and line in known):
+                lines.append(line)
+            known |= {line} if declares else set()
+        bodies.append("\n".join(lines).strip("\n"))
+    return "\n".join([sources[0].splitlines()[0], *includes, "", "\n\n".join(bodies), ""])
 
 
 def _plan(segment, x: torch.Tensor, weight: torch.Tensor, device: str, saving: bool) -> schedule.Plan:
@@ -220,7 +297,8 @@ def _sized(text: str, name: str, plan: schedule.Plan, program, segment) -> str:
     body = f"  constexpr int64_t {', '.join(known)};\n  const int64_t N = {first}.size(0);\n{body}"
     functions = ""
     for array in program.arrays.values() if name != "backward" else ():
-        if array.name != "y" and f"> {array.name}" in ",".join(own) + ",":
+        is_own = array.name in map(identifier, segment.updated)
+        if array.name != "y" and not is_own and f"> {array.name}" in ",".join(own) + ",":
             count = math.prod(schedule._shape(plan, program, array)) // (plan.sizes.N if array.space.n else 1)
             of_all = f"{first}.size(0) * {count}" if array.space.n else count
             functions += f"EXPORT int64_t {array.name}_size({of}) {{ return {of_all}; }}\n\n"
@@ -235,9 +313,10 @@ def composed(problem, x: torch.Tensor, device: str) -> Kernels:
     with torch.random.fork_rng():
         model = problem.Model(*problem.get_init_inputs())
     (segment,) = capture(model, model.training, x.dim()).segments
-    written, weight, conv = written_for(segment), model.get_parameter(segment.parameters[0]), model.conv
+    written = written_for(segment)
     if written is None:
         raise ValueError("there are no fused kernels for its formula")
+    weight, conv = model.get_parameter(segment.parameters[0]), model.conv
     mainloop = mainloops.SOURCES[written.mainloop]
     if obstacle := mainloop.obstacle(x, weight, True, written):
         raise ValueError(f"expected sizes that its fused kernels run, got others: {obstacle}")
@@ -280,7 +359,8 @@ def _arguments(model: nn.Module, kernels: Kernels, formula: str) -> tuple[dict[s
             re.compile("[^_]").match, {**vars(module), **module._parameters, **module._buffers}
         ):
             paths[identifier(f"{owner}.{name}".lstrip("."))] = f"{owner}.{name}".lstrip(".")
-    paths["weight"] = kernels.weight
+    paths |= {f"{name}_given": path for name, path in paths.items()}  # numbers of the engine's launchers
+    paths["weight"], buffers = kernels.weight, {identifier(name) for name, _ in model.named_buffers()}
     launchers = parse_launchers(formula)
     asked = {each.name for each in launchers if each.asked}
     written = {p.name for each in launchers for p in each.parameters if p.written}
@@ -288,13 +368,15 @@ def _arguments(model: nn.Module, kernels: Kernels, formula: str) -> tuple[dict[s
     of_given = {f"{d}{name}" for name in given for d in ("d", "d_")}
     for name, p in [(each.name, p) for each in launchers for p in each.parameters]:
         known = given | written if p.tensor else given | asked
-        what = f"parameters out of {', '.join(sorted(known - {'training'}))}"
+        named = [each for each in sorted(known - {"training"}) if not each.endswith("_given")]
+        what = f"parameters out of {', '.join(named)}"
         if p.tensor and (not p.sized or p.ctype not in TYPES):
             what = f"In<T> and Out<T>, T out of {', '.join(TYPES)}"
-        elif p.written and not (p.name == "y" or p.name in of_given or f"{p.name}_size" in asked):
+        elif p.written and not (p.name in ("y", "v", *buffers, *of_given) or f"{p.name}_size" in asked):
             what = f"a function `EXPORT int64_t {p.name}_size(…)` of how many elements it has"
         elif p.name in known:
-            found |= {p.name: paths[p.name]} if p.name in paths and not p.written else {}
+            own = p.name in paths and (not p.written or p.name in buffers)
+            found |= {p.name: paths[p.name]} if own else {}
             continue
         raise ValueError(f"{name}: expected {what}, got `{p.declared} {p.name}`")
     found |= {name: paths[name] for name in kernels.gradients}
