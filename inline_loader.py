@@ -237,7 +237,10 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> ctypes.CDLL:
 
 
 def source_of(kernels: Operators) -> str:
-    """The text that `kernels` were built of, as `load` or a cell was given it. Raises TypeError for other objects."""
+    """The text that `kernels` were built of, as `load` or a cell was given it, with the parts that it includes: `load` takes it.
+
+    Raises TypeError for other objects.
+    """
     unit = getattr(kernels, "_Operators__unit", None)  # Operators leaves all plain names to launchers
     if unit is None:
         raise TypeError(f"expected what load, %%cuda or %%cpp gave, got a {type(kernels).__name__}")

@@ -349,6 +349,16 @@ def gather(
     return "".join([*text, source[end:]])
 
 
+def with_cells(source: str, cells: Mapping[str, str]) -> str:
+    """`source` with the texts that it includes by the names of `cells` in their places."""
+
+    def text(include: re.Match) -> str:
+        name = include[1]
+        return with_cells(cells[name], cells).strip("\n") if name in cells else include[0]
+
+    return _QUOTED.sub(text, source)
+
+
 def inlined(source: str, headers: Iterable[Header], known: Mapping[str, bool] | None = None) -> str:
     """`source`, as `gather` gives it with `headers`, with these in their places: each once, at the first. One that is included in a branch
     of an #if stands before that #if, where all branches have it. known: macros that are defined, or are not; of an #ifdef of one the live
@@ -388,7 +398,7 @@ def inlined(source: str, headers: Iterable[Header], known: Mapping[str, bool] | 
 
 
 _BRANCH = re.compile(r"[ \t]*#[ \t]*(ifdef|ifndef|if|elif|else|endif)\b[ \t]*(\w*)")
-_QUOTED = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
+_QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
 
 
 def _shown(path: str) -> str:

@@ -29,6 +29,7 @@ from inline_kernels.loader.source import (
     parse_launchers,
     read,
     registration,
+    with_cells,
     without,
 )
 from inline_kernels.loader.toolchain import STABLE_ABI
@@ -43,7 +44,8 @@ class Unit:
     """One library to build. `parts` are digests of all that its code depends on, `key` is the digest of those. Without launchers it is
     PyTorch's side of the others.
 
-    In `source` and in `headers` the names of headers are those of the build folder; `given` is the source as it was given.
+    In `source` and in `headers` the names of headers are those of the build folder; `given` is the source as it was given, with
+    the cells that it includes.
     """
 
     name: str
@@ -204,7 +206,7 @@ def unit_of(
         tuple(flags),
         launchers,
         digests,
-        given,
+        with_cells(given, cells),
     )
 
 
