@@ -26,14 +26,11 @@ a lock that dies with its holder: one process builds, every other one waits and 
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import functools
-import keyword
 import os
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +39,7 @@ import torch
 
 from inline_kernels.loader import cache, cells, toolchain
 from inline_kernels.loader import library as libraries
+from inline_kernels.loader.cells import source_of  # noqa: F401, for whoever edits what a cell has
 from inline_kernels.loader.launch import Operators
 from inline_kernels.loader.library import Library
 from inline_kernels.loader.machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
@@ -236,17 +234,6 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> ctypes.CDLL:
 # ----------------------------------------------------------------------------------------------- notebooks and machines
 
 
-def source_of(kernels: Operators) -> str:
-    """The text that `kernels` were built of, as `load` or a cell was given it, with the parts that it includes: `load` takes it.
-
-    Raises TypeError for other objects.
-    """
-    unit = getattr(kernels, "_Operators__unit", None)  # Operators leaves all plain names to launchers
-    if unit is None:
-        raise TypeError(f"expected what load, %%cuda or %%cpp gave, got a {type(kernels).__name__}")
-    return unit.given
-
-
 def load_ipython_extension(shell) -> None:
     """`%load_ext inline_loader`: the cell magics %%cuda NAME and %%cpp NAME, with the options of inline_kernels/loader/cells.py.
 
@@ -258,9 +245,7 @@ def load_ipython_extension(shell) -> None:
     def run_cell(device: str, line: str, cell: str) -> None:
         request = cells.Request.of(line)
         name, known = request.name, shell.user_ns.get(request.name)
-        if hasattr(builtins, name) or keyword.iskeyword(name) or isinstance(known, types.ModuleType):
-            what = "an imported module" if isinstance(known, types.ModuleType) else "Python's own"
-            raise ValueError(f"expected a name for the cell that is free, but {name} is {what}")
+        cells.check_free(name, known)
         if request.part:
             check_name(name)
             return shell.push({name: cells.Part(cell)})

@@ -8,8 +8,11 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
+import keyword
 import re
+import types
 from collections.abc import Mapping
 
 import torch
@@ -73,6 +76,24 @@ def _capability(option: str, text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def check_free(name: str, known: object) -> None:
+    """known: what has this name. Raises ValueError for a name that a cell must not take."""
+    if hasattr(builtins, name) or keyword.iskeyword(name) or isinstance(known, types.ModuleType):
+        what = "an imported module" if isinstance(known, types.ModuleType) else "Python's own"
+        raise ValueError(f"expected a name for the cell that is free, but {name} is {what}")
+
+
 def parts_in(names: Mapping[str, object]) -> dict[str, str]:
     """The texts that cells may include, by their names; their lines are counted as in their cells."""
     return {name: "\n" * (FIRST_LINE - 1) + part for name, part in names.items() if isinstance(part, Part)}
+
+
+def source_of(kernels) -> str:
+    """The text that `kernels` were built of, as inline_loader.load or a cell was given it, with the parts that it includes: `load` takes it.
+
+    Raises TypeError for other objects.
+    """
+    unit = getattr(kernels, "_Operators__unit", None)  # Operators leaves all plain names to launchers
+    if unit is None:
+        raise TypeError(f"expected what load, %%cuda or %%cpp gave, got a {type(kernels).__name__}")
+    return unit.given
