@@ -502,6 +502,7 @@ EXPORT void run(float* y, int64_t n) {{ for (int64_t i = 0; i < n; i++) y[i] = s
 def test_what_a_cell_needs(has, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: has)
+    monkeypatch.setattr(loader_toolchain, "nvcc", lambda: "/nvcc")
     lacks = {
         option: cells.Request.of(f"f A=1 {option}").lacking for option in ("", "--needs 8.0", "--only 9.0")
     }
@@ -510,6 +511,14 @@ def test_what_a_cell_needs(has, monkeypatch):
     got = "there is none here" if has is None else "this one has 7.5"
     assert has not in (None, (7, 5)) or lacks["--needs 8.0"].endswith(f"capability 8.0 or later, and {got}")
     assert cells.Request.of("f A=1 --needs 8.0").defines == {"A": "1"}
+
+    def no_nvcc():
+        raise BuildError("there is no nvcc")
+
+    monkeypatch.setattr(loader_toolchain, "nvcc", no_nvcc)
+    assert ("there is no nvcc" in cells.Request.of("f --needs 8.0").lacking) == (
+        has is not None and has >= (8, 0)
+    )
 
 
 def test_terminal_shows_one_line_that_moves(cache, compiler):

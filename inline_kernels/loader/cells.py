@@ -1,9 +1,11 @@
 """The cells %%cuda and %%cpp: what their first line asks for, and the pieces of source that several of them share.
 
-%%cuda NAME A=1            the cell is compiled with the macro A, and NAME calls it
-%%cuda NAME --part         nothing is compiled: NAME is the cell's text, which a later cell takes with `#include "NAME"`
-%%cuda NAME --needs 8.0    compiled where the GPU has this compute capability or a later one, or else NAME is None
-%%cuda NAME --only 9.0     compiled where the GPU has exactly this one, or else NAME is None
+    %%cuda NAME A=1            the cell is compiled with the macro A, and NAME calls it
+    %%cuda NAME --part         nothing is compiled: NAME is the cell's text, which a later cell takes with `#include "NAME"`
+    %%cuda NAME --needs 8.0    compiled where there is nvcc, and a GPU of this compute capability or a later one
+    %%cuda NAME --only 9.0     the same, for exactly this one
+
+Where a cell with --needs or --only can't be compiled, it says why, and NAME is None.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Mapping
 
 import torch
 
+from inline_kernels.loader import toolchain
+from inline_kernels.loader.messages import BuildError
 from inline_kernels.loader.source import macros
 
 FIRST_LINE = 2  # of a cell's text: the magic is the first
@@ -57,13 +61,16 @@ class Request:
 
     @property
     def lacking(self) -> str:
-        """What this machine's GPU lacks for the cell, or ""."""
+        """What this machine lacks for a cell that names a compute capability, in a sentence, or ""."""
         asked = self.only or self.least
         if asked is None:
             return ""
         has = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         if has and (has == asked if self.only else has >= asked):
-            return ""
+            try:
+                return toolchain.nvcc() and ""
+            except BuildError as error:
+                return f"{self.name} is not compiled: {error}"
         wanted = f"{asked[0]}.{asked[1]}" + ("" if self.only else " or later")
         got = f"this one has {has[0]}.{has[1]}" if has else "there is none here"
         return f"{self.name} is not compiled: it needs a GPU of compute capability {wanted}, and {got}"
