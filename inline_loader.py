@@ -13,7 +13,8 @@ as `kernels.fits(x, 3)`, what depends on numbers and on tensors' sizes, which is
 asked before what torch.compile compiles.
 
 kernels/<name>.cu holds the CUDA launchers and includes no torch header, kernels/<name>.cpp the CPU launchers; `source=`
-takes a string instead, and `%load_ext inline_loader` adds the cell magics %%cuda NAME and %%cpp NAME.
+takes a string instead, and `%load_ext inline_loader` adds the cell magics %%cuda NAME and %%cpp NAME,
+and the pieces of source that cells share (inline_kernels/loader/cells.py).
 
 `torch.utils.cpp_extension.load_inline` compiles in a temporary folder that holds a copy of every file that was hashed, so
 what is compiled is what the hash names. What the compilers find beyond that (by CPATH, by a macro's name), but for headers of the
@@ -25,28 +26,26 @@ a lock that dies with its holder: one process builds, every other one waits and 
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import functools
-import keyword
 import os
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from inline_kernels.loader import cache, toolchain
+from inline_kernels.loader import cache, cells, toolchain
 from inline_kernels.loader import library as libraries
+from inline_kernels.loader.cells import source_of  # noqa: F401, for whoever edits what a cell has
 from inline_kernels.loader.launch import Operators
 from inline_kernels.loader.library import Library
 from inline_kernels.loader.machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
 from inline_kernels.loader.messages import BuildError
 from inline_kernels.loader.source import REGISTER, macros
-from inline_kernels.loader.units import HOST, KERNELS, LAUNCH, Unit, host_unit, unit_of  # noqa: F401
+from inline_kernels.loader.units import HOST, KERNELS, LAUNCH, Unit, check_name, host_unit, unit_of  # noqa: F401
 
 _loaded: dict[tuple, Operators] = {}
 _loading: dict[str, threading.Lock] = {}
@@ -236,29 +235,33 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> ctypes.CDLL:
 
 
 def load_ipython_extension(shell) -> None:
-    """`%load_ext inline_loader`: the cell magics %%cuda NAME and %%cpp NAME, optionally with macros (NAME A=1 B=float).
+    """`%load_ext inline_loader`: the cell magics %%cuda NAME and %%cpp NAME, with the options of inline_kernels/loader/cells.py.
 
     The cell becomes NAME, to be called as NAME(y, x, ...), or as NAME.launcher(...) where it exports several. Run again
     after an edit, it is the new code at once, also for who holds the old NAME, a launcher of it, or what was bound of one; edited files
     of kernels/ are seen as well.
     """
 
-    def compile_cell(device: str, line: str, cell: str) -> None:
-        name, *words = line.split() or [""]
-        defines = macros(dict(word.partition("=")[::2] for word in words))
-        known = shell.user_ns.get(name)
-        if hasattr(builtins, name) or keyword.iskeyword(name) or isinstance(known, types.ModuleType):
-            what = "an imported module" if isinstance(known, types.ModuleType) else "Python's own"
-            raise ValueError(f"expected a name for the cell that is free, but {name} is {what}")
-        unit = unit_of(name, cell, device, defines, first_line=2)  # the magic is the cell's first line
+    def run_cell(device: str, line: str, cell: str) -> None:
+        request = cells.Request.of(line)
+        name, known = request.name, shell.user_ns.get(request.name)
+        cells.check_free(name, known)
+        if request.part:
+            check_name(name)
+            return shell.push({name: cells.Part(cell)})
+        if request.lacking:
+            print(request.lacking)
+            return shell.push({name: None})
+        texts = cells.parts_in(shell.user_ns)
+        unit = unit_of(name, cell, device, request.defines, first_line=cells.FIRST_LINE, cells=texts)
         operators = _load_unit(unit)
         if isinstance(known, Operators):
             Operators._renew(known, operators)
         else:
             shell.push({name: operators})
 
-    shell.register_magic_function(functools.partial(compile_cell, "cuda"), "cell", "cuda")
-    shell.register_magic_function(functools.partial(compile_cell, "cpu"), "cell", "cpp")
+    shell.register_magic_function(functools.partial(run_cell, "cuda"), "cell", "cuda")
+    shell.register_magic_function(functools.partial(run_cell, "cpu"), "cell", "cpp")
     shell.events.register("pre_run_cell", lambda info: forget())
 
 

@@ -216,7 +216,7 @@ def batches(problem, device: str, sizes: tuple[int, ...] | None = None) -> None:
     for size in sizes:
         tell(f"timing a batch of {size} …")
         model, inputs = compare.contest_of(problem, device=device, batch_size=size).drawn(0)
-        both = {"eager": model, "ours": problem.ModelNew.from_eager(model)}
+        both = {"eager": model, "fused": problem.ModelNew.from_eager(model)}
         calls = {
             name: timing.Call.of(checks.as_contestant(each, model), inputs, "forward", None)
             for name, each in both.items()

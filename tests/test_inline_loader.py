@@ -23,9 +23,9 @@ import torch
 
 import inline_loader
 from inline_kernels.loader import cache as loader_cache
+from inline_kernels.loader import cells, units
 from inline_kernels.loader import messages as loader_report
 from inline_kernels.loader import toolchain as loader_toolchain
-from inline_kernels.loader import units
 from inline_loader import BuildError
 from loading import (
     PATIENCE,
@@ -458,6 +458,67 @@ def test_notebook_cells():
     assert error.ename == "BuildError" and "<plus>:3:" in error.traceback[0]
     (error,) = notebook.cells[6].outputs  # no compiler ran, and the lines are counted as compilers do
     assert "<plus>:3:13: error: expected parameters" in error.traceback[0]
+
+
+def test_cells_share_parts():
+    """A part is a text, and what other cells include, launchers too. Its errors are at its own lines; a cell that is compiled anew has its new
+    text."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    part = """%%cpp step --part
+static float step(float x) {{ return x + {}; }}
+EXPORT void run(float* y, int64_t n) {{ for (int64_t i = 0; i < n; i++) y[i] = step(y[i]); }}"""
+    use = '%%cpp steps\n#include "step"\n'
+    run = "y = torch.zeros(2); steps(y, 2); print(y.tolist())"
+    texts = [
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import torch\n%load_ext inline_loader",
+        part.format(1),
+        use,
+        f"{run}; print(type(step).__mro__[1], 'x + 1' in step)",
+        part.format(2),
+        use,
+        run,
+        part.format("nonsense"),
+        use,
+        use + "EXPORT void run(float* y) {}",
+        "import inline_loader; print(inline_loader.source_of(steps) == step.replace('nonsense', '2'))",
+        "%%cuda of_a_gpu --only 99.0\nno source",
+        "print(of_a_gpu)",
+        "%%cpp steps --parts\nno source",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in texts])
+    nbclient.NotebookClient(notebook, timeout=PATIENCE, allow_errors=True).execute()
+    printed = ["".join(out.get("text", "") for out in cell.outputs) for cell in notebook.cells]
+    assert printed[3] == "[1.0, 1.0]\n<class 'str'> True\n" and printed[6] == "[2.0, 2.0]\n"
+    error = notebook.cells[8].outputs[-1]
+    assert error.ename == "BuildError" and "<step>:2:41: error: " in error.traceback[0]
+    assert "run is exported a second time" in notebook.cells[9].outputs[-1].traceback[0]
+    assert printed[10] == "True\n"
+    assert "of_a_gpu is not compiled: it needs a GPU of compute capability 99.0, and " in printed[11]
+    assert printed[12] == "None\n"
+    assert notebook.cells[13].outputs[-1].evalue == "expected --part, --needs or --only, got --parts"
+
+
+@pytest.mark.parametrize("has", [None, (7, 5), (8, 0), (9, 0), (12, 0)])
+def test_what_a_cell_needs(has, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: has)
+    monkeypatch.setattr(loader_toolchain, "nvcc", lambda: "/nvcc")
+    lacks = {
+        option: cells.Request.of(f"f A=1 {option}").lacking for option in ("", "--needs 8.0", "--only 9.0")
+    }
+    assert not lacks[""] and bool(lacks["--needs 8.0"]) == (has is None or has < (8, 0))
+    assert bool(lacks["--only 9.0"]) == (has != (9, 0))
+    got = "there is none here" if has is None else "this one has 7.5"
+    assert has not in (None, (7, 5)) or lacks["--needs 8.0"].endswith(f"capability 8.0 or later, and {got}")
+    assert cells.Request.of("f A=1 --needs 8.0").defines == {"A": "1"}
+
+    def no_nvcc():
+        raise BuildError("there is no nvcc")
+
+    monkeypatch.setattr(loader_toolchain, "nvcc", no_nvcc)
+    assert ("there is no nvcc" in cells.Request.of("f --needs 8.0").lacking) == (
+        has is not None and has >= (8, 0)
+    )
 
 
 def test_terminal_shows_one_line_that_moves(cache, compiler):

@@ -237,7 +237,7 @@ def test_a_pair_has_the_name_that_its_model_has(row):
     )
 
 
-def test_the_overview_says_what_its_colours_are(row):
+def test_the_overview_says_what_its_bars_are_without_colours(row):
     exact, missed = (
         rows_of(row, eager=8.0, fused=1.0),
         rows_of(row, ("compile",), eager=8.0, compile=2.0, fused=1.0),
@@ -245,7 +245,9 @@ def test_the_overview_says_what_its_colours_are(row):
     for rows, hatched in ((exact, False), (missed, True)):
         legend = charts.overview(rows, ["forward_grad"], GPU).get_supxlabel()
         assert (
-            ("hatched" in legend) == hatched and "blue: the best peer" in legend and "orange: ours" in legend
+            ("hatched" in legend) == hatched
+            and "above: the best peer" in legend
+            and "in bold: fused" in legend
         )
 
 
@@ -275,6 +277,17 @@ def test_labels_of_a_roofline_cover_none_another():
     figure.canvas.draw()
     boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text()]
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    [axis] = figure.axes
+    assert axis.get_ylabel() == "GFLOP/s (logarithmic)" and "float32: 2 GFLOP/s" in texts_of(figure)
+    labels = [text.get_text() for text in axis.get_yticklabels()]
+    assert {"0.01", "1"} <= {*labels} and not any("10^" in label for label in labels), "plain numbers"
+
+
+def test_a_title_breaks_between_its_parts():
+    assert (
+        charts._broken("NVIDIA H100, forward, batch 128, eager 5.32 ms", 32)
+        == "NVIDIA H100, forward, batch 128,\neager 5.32 ms"
+    )
 
 
 def test_errors_are_hatched_past_the_limit():
@@ -286,16 +299,16 @@ def test_errors_are_hatched_past_the_limit():
 
 
 def test_the_lessons_other_pictures():
-    figure = charts.passes({"eager": {"a": (2e6, 1e6), "b": (1e6, 1e6)}, "ours": {"all": (2e6, 1e6)}})
+    figure = charts.passes({"eager": {"a": (2e6, 1e6), "b": (1e6, 1e6)}, "fused": {"all": (2e6, 1e6)}})
     assert [text for text in texts_of(figure) if "MB" in text] == ["5 MB", "3 MB"]
     row = {"name": "a_b", "usual_s": 30.0, "first_s": 3.0, "warm_s": 0.1}
     assert texts_of(charts.builds([row], "here")) == [
         "load_inline 30 s",
-        "ours 3 s",
-        "ours, from the cache 0.1 s",
+        "inline_loader 3 s",
+        "inline_loader, from the cache 0.1 s",
     ]
-    figure = charts.against({"eager": {1: 2.0, 2: 4.0}, "ours": {1: 1.0, 2: 1.0}}, "batch", "ms", "here")
-    assert sorted(texts_of(figure)) == ["eager", "ours"]
+    figure = charts.against({"eager": {1: 2.0, 2: 4.0}, "fused": {1: 1.0, 2: 1.0}}, "batch", "ms", "here")
+    assert sorted(texts_of(figure)) == ["eager", "fused"]
     figure = charts.against({"eager": {0.1: 2.0, 20.0: 1.0}}, "seconds", "loss", "here", log=False)
     [axis] = figure.axes
     assert (axis.get_xscale(), axis.get_xlabel()) == ("log", "seconds (logarithmic)")

@@ -1,11 +1,10 @@
 """The CUDA kernels that lessons have in their cells, run by tests/emulation on the CPU, against float64; and nvcc compiles them.
 
-A cell's kernels are what it gives to `compiled`, or the cell to paste has as CUDA: lessons whose kernels have one launcher, `forward`.
+They are the %%cuda cells, and what the cell to paste has as CUDA.
 """
 
 import ast
 import json
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,6 +15,8 @@ from torch.nn.functional import conv2d, group_norm, max_pool2d
 
 import inline_loader
 import test_emulated
+from inline_kernels.loader.cells import Request
+from inline_kernels.loader.source import with_cells
 from test_emulated import folder  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,32 +26,39 @@ PROLOGUE = '#include <stdint.h>\n#include <math.h>\n#define EXPORT extern "C"\n'
 pytestmark = test_emulated.pytestmark
 
 
-def texts(cell: str, known: dict[str, str]) -> None:
-    """Adds the strings that a cell assigns to capitals."""
-    for node in ast.parse(cell).body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(name := node.targets[0], ast.Name)
-            and name.id.isupper()
-        ):
-            known[name.id] = eval(ast.unparse(node.value), dict(known))
-
-
 def cells_of(lesson: str) -> dict[str, str]:
     """The code cells of a lesson by their ids."""
     cells = json.loads((ROOT / "notebooks" / f"{lesson}.ipynb").read_text(encoding="utf-8"))["cells"]
     return {cell["id"]: "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"}
 
 
+def compiled_cells(lesson: str) -> dict[str, tuple[str, Request]]:
+    """The sources of a lesson's %%cuda cells by these cells' ids, with the parts that they include, and what their first lines ask for."""
+    found, parts = {}, {}
+    for cell, source in cells_of(lesson).items():
+        first, _, text = source.partition("\n")
+        magic, _, line = first.partition(" ")
+        if magic not in ("%%cuda", "%%cpp"):
+            continue
+        request = Request.of(line)
+        if request.part:
+            parts[request.name] = text
+        elif magic == "%%cuda":
+            found[cell] = with_cells(text, parts), request
+    return found
+
+
+def pasted(lesson: str) -> str:
+    """What the cell to paste has as CUDA."""
+    for node in ast.parse(cells_of(lesson)["paste"]).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "CUDA":
+            return node.value.value
+    raise AssertionError("no CUDA in the cell to paste")
+
+
 def rungs(lesson: str) -> dict[str, str]:
     """The CUDA sources of a lesson by their cells' ids."""
-    found, known = {}, {}
-    for cell, source in cells_of(lesson).items():
-        if re.search('^[A-Z]+ = r"""', source, re.M):
-            texts(source, known)
-        if re.search("^CUDA = ", source, re.M):
-            found[cell] = known["CUDA"]
-    return found
+    return {"paste": pasted(lesson)} | {cell: text for cell, (text, _) in compiled_cells(lesson).items()}
 
 
 BY_ROWS = [
@@ -114,13 +122,14 @@ def test_a_rung_is_right(lesson, cell, source, N, C_in, C, H, W, G, folder):
     assert (y - exact).norm() < (4e-4 if one_product else 4e-7) * exact.norm()
 
 
-def kernels_of(lesson: str, cell: str) -> str:
-    """The text of a cell that has one as a string in capitals."""
-    texts(cells_of(lesson)[cell].split("\nkernels =")[0].split("\nleaky_kernels =")[0], known := {})
-    return known.popitem()[1]
-
-
-FIRST, OWN, LEAKY = [kernels_of("01_first_kernel", "kernel-gpu"), *(kernels_of("own_kernel", f"{name}-gpu") for name in ("kernel", "leaky"))]  # fmt: skip
+FIRST, OWN, LEAKY = [
+    compiled_cells(lesson)[cell][0]
+    for lesson, cell in (
+        ("01_first_kernel", "kernel-gpu"),
+        ("own_kernel", "kernel-gpu"),
+        ("own_kernel", "leaky-gpu"),
+    )
+]
 
 
 def emulated(source: str, folder: Path):
@@ -170,17 +179,18 @@ def test_the_leaky_sum(backwards, folder):
     torch.testing.assert_close(h.double(), exact.flip(0) if backwards else exact, rtol=1e-5, atol=1e-5)
 
 
-ALL = RUNGS + [
-    (lesson, "kernel", source) for lesson, source in (("first", FIRST), ("own", OWN), ("leaky", LEAKY))
-]
+ALL = [(lesson, cell, *found) for lesson in (MIN_ADD, POOL, "01_first_kernel", "own_kernel") for cell, found in compiled_cells(lesson).items()]  # fmt: skip
+ALL += [(lesson, "paste", pasted(lesson), Request("paste", {}, least=(7, 5))) for lesson in (MIN_ADD, POOL)]
 
 
-@pytest.mark.parametrize("lesson, cell, source", ALL, ids=[f"{r[0][:2]}-{r[1]}" for r in ALL])
-def test_a_rung_compiles(lesson, cell, source, tmp_path):
+@pytest.mark.parametrize("lesson, cell, source, request_", ALL, ids=[f"{r[0][:2]}-{r[1]}" for r in ALL])
+def test_a_rung_compiles(lesson, cell, source, request_, tmp_path):
+    """For the compute capability that its cell asks for."""
     nvcc = shutil.which("nvcc")
     if not nvcc:
         pytest.skip("there is no nvcc")
-    architecture = "90a" if cell in BY_ROWS else "80" if cell == "tensor-kernel" else "75"
+    architecture = "{}{}".format(*request_.only or request_.least) + "a" * bool(request_.only)
+    assert (cell in BY_ROWS) == bool(request_.only)
     (tmp_path / "rung.cu").write_text(PROLOGUE + source)
     command = [
         nvcc,

@@ -1,6 +1,6 @@
 """The CUDA kernels in the cells of the lessons on 3-D convolutions, run by tests/emulation on the CPU, against float64; nvcc compiles them.
 
-A cell builds a class from parts of a source; here `build` only puts the parts together, beside the folders that headers are in.
+Cells are parts of a source, of which others build classes; here `build` only puts the parts together, beside the folders that headers are in.
 """
 
 import copy
@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import group_norm, instance_norm
 
 import test_emulated
+from inline_kernels.loader.cells import Request
 from test_emulated import folder  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,21 +26,7 @@ KINDS = {
     NORM: ["ModelNew", "Sums", "Tile", "Tensor", "Staged", "Walked"],
     DROPOUT: ["ModelNew", "Sums", "Inside", "Tensor", "Walked", "Again"],
 }
-CELLS = [
-    "paste",
-    "paste-model",
-    "sums",
-    "tile",
-    "instruction",
-    "prepare",
-    "inside",
-    "halves",
-    "tensor",
-    "staged",
-    "walk",
-    "lanes",
-    "again",
-]
+CELLS = ["paste", "paste-model", "sums", "tile", "inside", "halves", "tensor", "staged", "lanes", "again"]
 FORMULA = "    z = z > low ? low : z;\n"  # of dropout, which hides z
 TENSOR_CORES = re.compile(r"DEVICE void multiply_add\(.*?\n}\n", re.S)
 EMULATED = """DEVICE void multiply_add(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
@@ -53,16 +40,24 @@ pytestmark = test_emulated.pytestmark
 def classes(lesson: str) -> dict[str, type]:
     """The classes that run kernels; `kernels` is a source and its folders of headers."""
     cells = json.loads((ROOT / "notebooks" / f"{lesson}.ipynb").read_text(encoding="utf-8"))["cells"]
-    cells = {cell["id"]: "".join(cell["source"]) for cell in cells}
     space = {"root": ROOT, "by_hand": lambda kind: None, "prod": math.prod}
-    for name in CELLS:
-        text = cells.get(name, "").replace("class ModelNew(", "build = joined\nclass ModelNew(")
+    for cell in cells:
+        text = "".join(cell["source"])
+        if text.startswith("%%"):  # a part of a kernel
+            first, _, text = text.partition("\n")
+            request = Request.of(first.partition(" ")[2])
+            assert request.part
+            space[request.name] = text
+            continue
+        if cell["id"] not in CELLS:
+            continue
+        text = text.replace("class ModelNew(", "build = joined\nclass ModelNew(")
         space["joined"] = lambda *parts, include=(): ("\n".join([space["start"]["cuda"], *parts]), include)
         text = text.replace('device = "cuda" if torch.cuda.is_available() else "cpu"', 'device = "cuda"')
         text = text.replace("torch.cuda.get_device_capability()", "(9, 0)").replace(
             "print(by_hand", "(by_hand"
         )
-        exec(text.split("if device ==")[0] if name == "instruction" else text, space)
+        exec(text, space)
         space.setdefault("frame", space["cuda"])
     return {kind: space[kind] for kind in KINDS[lesson]}
 

@@ -245,10 +245,10 @@ def overview(rows: list[dict], phases: Iterable[str], title: str):
             axis.set_yticks(range(len(names)), names if axis is axes.flat[0] else [""] * len(names))
         missed = any(inexact(standing(group).fastest) for panels in by_phase for group in panels)
         legend = (
-            "blue: the best peer that is as exact as eager"
+            "above: the best peer that is as exact as eager"
             + " · hatched: the fastest peer, less exact" * missed
         )
-        figure.supxlabel(f"{legend} · orange: ours", fontsize=8)
+        figure.supxlabel(f"{legend} · below, in bold: fused", fontsize=8)
         pyplot.close(figure)  # else a notebook shows it twice
     return figure
 
@@ -356,7 +356,7 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
         tallest = max(len(rungs) for _, rungs, _ in ladders)
         figure, axes = _figure(len(ladders), 1.1 + 0.36 * tallest, "Speed-up over eager PyTorch", 7.6 + 3 * (len(ladders) - 1))  # fmt: skip
         for axis, (title, rungs, peers) in zip(axes, ladders):
-            axis.set_title(textwrap.fill(title, 80 if len(ladders) == 1 else 52), loc="left", fontsize=9)
+            axis.set_title(_broken(title, 80 if len(ladders) == 1 else 52), loc="left", fontsize=9)
             factors = [rung["eager_ms"] / rung["ms"] for rung in rungs]
             guesses = [rung["predicted_ms"] and rung["eager_ms"] / rung["predicted_ms"] for rung in rungs]
             begin = _factor_axis(axis, [*factors, *filter(None, guesses), *peers.values()])
@@ -395,6 +395,15 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
     return figure
 
 
+def _broken(title: str, width: int) -> str:
+    """The parts of a title in lines of at most so many characters, as far as its parts allow."""
+    lines = [""]
+    for part in title.split(", "):
+        joined = f"{lines[-1]}, {part}" if lines[-1] else part
+        lines = [*lines[:-1], joined] if len(joined) <= width or not lines[-1] else [*lines, part]
+    return ",\n".join(lines)
+
+
 def _per_second(per_ms: float, unit: str) -> str:
     return f"{per_ms / 1e9:.3g} T{unit}/s" if per_ms >= 1e9 else f"{per_ms / 1e6:.3g} G{unit}/s"
 
@@ -404,29 +413,32 @@ def roofline(points: list[dict], roofs: dict[str, float], title: str):
 
     A point: name, ms, bytes, operations; roofs: bytes per millisecond as "memory", operations per millisecond by their kinds.
     """
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     with pyplot.rc_context(STYLE):
         figure, [axis] = _figure(1, 4.2, f"Roofline, measured · {title}")
         memory, peaks = roofs["memory"], {name: peak for name, peak in roofs.items() if name != "memory"}
+        unit, a_unit = (
+            ("TFLOP/s", 1e9) if max(peaks.values()) >= 1e9 else ("GFLOP/s", 1e6)
+        )  # operations a millisecond
         intensity = [point["operations"] / point["bytes"] for point in points]
         low, high = min([*intensity, min(peaks.values()) / memory]) / 3, max([*intensity, max(peaks.values()) / memory]) * 4  # fmt: skip
         for peak in peaks.values():
             axis.plot(
                 [low, peak / memory, high],
-                [low * memory / 1e9, peak / 1e9, peak / 1e9],
+                [low * memory / a_unit, peak / a_unit, peak / a_unit],
                 color="#222222",
                 linewidth=1,
             )
-        of_roofs = [axis.annotate(f"{name}: {_per_second(peak, 'FLOP')}", (high, peak / 1e9), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8) for name, peak in peaks.items()]  # fmt: skip
+        of_roofs = [axis.annotate(f"{name}: {_per_second(peak, 'FLOP')}", (high, peak / a_unit), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8) for name, peak in peaks.items()]  # fmt: skip
         of_points = {}
-        axis.annotate(f"memory: {_per_second(memory, 'B')}", (low, low * memory / 1e9), xytext=(8, -3), textcoords="offset points", va="top", fontsize=8)  # fmt: skip
+        axis.annotate(f"memory: {_per_second(memory, 'B')}", (low, low * memory / a_unit), xytext=(8, -3), textcoords="offset points", va="top", fontsize=8)  # fmt: skip
         for number, (x, point) in enumerate(zip(intensity, points)):
-            y = point["operations"] / point["ms"] / 1e9
+            y = point["operations"] / point["ms"] / a_unit
             axis.plot(
                 x,
                 y,
-                marker="os^Dv*P"[number % 7],
+                marker="os^Dv*PXph<"[number % 11],
                 color=OURS,
                 markeredgecolor="#222222",
                 markersize=8,
@@ -438,8 +450,12 @@ def roofline(points: list[dict], roofs: dict[str, float], title: str):
             yscale="log",
             xlim=(low, high),
             xlabel="operations per byte moved (logarithmic)",
-            ylabel="TFLOP/s (logarithmic)",
+            ylabel=f"{unit} (logarithmic)",
         )
+        for each in (axis.xaxis, axis.yaxis):
+            each.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.6g}"))
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=12))
+        axis.minorticks_off()
         _move_apart(sorted(of_points, key=of_points.get, reverse=True), of_roofs)
     return figure
 
@@ -524,7 +540,7 @@ def builds(rows: list[dict], title: str):
 
     with pyplot.rc_context(STYLE):
         figure, [axis] = _figure(1, 1.2 + 0.5 * len(rows), f"The first build · {title}")
-        ways = ("usual_s", "load_inline", COLOURS["max-autotune"]), ("first_s", "ours", OURS), ("warm_s", "ours, from the cache", COLOURS["epilogue"])  # fmt: skip
+        ways = ("usual_s", "load_inline", COLOURS["max-autotune"]), ("first_s", "inline_loader", OURS), ("warm_s", "inline_loader, from the cache", COLOURS["epilogue"])  # fmt: skip
         for y, row in enumerate(rows):
             for place, (key, way, colour) in enumerate(ways):
                 at = y + 0.27 * (place - 1)
@@ -547,7 +563,7 @@ def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, l
         for number, (name, points) in enumerate(series.items()):
             colour = (
                 OURS
-                if name.startswith("ours")
+                if name.startswith(("fused", "ours"))
                 else COLOURS["compile-cl"]
                 if name.startswith("eager")
                 else OTHER_PEERS

@@ -10,6 +10,7 @@ import keyword
 import math
 import numbers
 import re
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -310,30 +311,52 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8-sig", errors="surrogateescape")
 
 
-def gather(source: str, place: Path, folders: Iterable[Path], found: dict[Path, Header]) -> str:
+def gather(
+    source: str,
+    place: Path,
+    folders: Iterable[Path],
+    found: dict[Path, Header],
+    cells: Mapping[str, str] = types.MappingProxyType({}),
+) -> str:
     """`source`, as of the folder `place`, with copies in the place of the headers that it includes, directly or not.
 
     A header is looked for as compilers do, in `place` and then in `folders`; `found` gets them. What it includes itself is looked for
     in its own one of `folders` first. The text names the copies, so that nothing but what is in `found` can be compiled, and no
-    header hides another of its name.
+    header hides another of its name. cells: texts that are headers, too, by the names that include them in quotes.
     """
     folders = list(folders)
     text, end = [], 0
+
+    def add(key: Path, path: str, copy: str, content: str, place: Path, folders: list[Path]) -> None:
+        found[key] = Header(path, "", copy)  # it may include itself
+        found[key] = Header(path, gather(content, place, folders, found, cells), copy)
+
     for directive in _INCLUDE.finditer(code_of(source)):
         name = _HEADER.match(source, directive.end())
         places = [place, *folders] if name and name[2] else folders
         home = name and next((f for f in places if Path(f, name[2] or name[3]).is_file()), None)
-        if home is None:  # the compiler's own, or an error of its
+        if name and name[2] in cells:
+            if (key := Path(origin := f"<{name[2]}>")) not in found:
+                add(key, origin, f"headers/cells/{name[2]}", cells[name[2]], place, folders)
+        elif home is None:  # the compiler's own, or an error of its
             continue
-        path = Path(home, name[2] or name[3])
-        if (key := path.resolve()) not in found:
+        elif (key := (path := Path(home, name[2] or name[3])).resolve()) not in found:
             copy = f"headers/{sum(other.name == key.name for other in found)}/{key.name}"
-            found[key] = Header(str(path), "", copy)  # it may include itself
             own = sorted(folders, key=lambda folder: folder != home)
-            found[key] = Header(str(path), gather(read(path), path.parent, own, found), copy)
+            add(key, str(path), copy, read(path), path.parent, own)
         text += [source[end : name.start(1)], f'"{found[key].copy}"']
         end = name.end()
     return "".join([*text, source[end:]])
+
+
+def with_cells(source: str, cells: Mapping[str, str]) -> str:
+    """`source` with the texts that it includes by the names of `cells` in their places."""
+
+    def text(include: re.Match) -> str:
+        name = include[1]
+        return with_cells(cells[name], cells).strip("\n") if name in cells else include[0]
+
+    return _QUOTED.sub(text, source)
 
 
 def inlined(source: str, headers: Iterable[Header], known: Mapping[str, bool] | None = None) -> str:
@@ -375,7 +398,7 @@ def inlined(source: str, headers: Iterable[Header], known: Mapping[str, bool] | 
 
 
 _BRANCH = re.compile(r"[ \t]*#[ \t]*(ifdef|ifndef|if|elif|else|endif)\b[ \t]*(\w*)")
-_QUOTED = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
+_QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
 
 
 def _shown(path: str) -> str:

@@ -9,7 +9,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+import types
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,15 +18,18 @@ import torch
 
 from inline_kernels.loader import cache, toolchain
 from inline_kernels.loader import source as loader_source
+from inline_kernels.loader.messages import BuildError
 from inline_kernels.loader.source import (
     GENERATED,
     Header,
     Launcher,
+    code_of,
     gather,
     line_of,
     parse_launchers,
     read,
     registration,
+    with_cells,
     without,
 )
 from inline_kernels.loader.toolchain import STABLE_ABI
@@ -40,7 +44,8 @@ class Unit:
     """One library to build. `parts` are digests of all that its code depends on, `key` is the digest of those. Without launchers it is
     PyTorch's side of the others.
 
-    In `source` and in `headers` the names of headers are those of the build folder.
+    In `source` and in `headers` the names of headers are those of the build folder; `given` is the source as it was given, with
+    the cells that it includes.
     """
 
     name: str
@@ -54,6 +59,7 @@ class Unit:
     cuda_cflags: tuple[str, ...]
     launchers: tuple[Launcher, ...]
     parts: Mapping[str, str] = field(default_factory=dict)
+    given: str = ""
 
     @property
     def key(self) -> str:
@@ -146,14 +152,14 @@ def unit_of(
     folder: Path | None = None,
     first_line: int = 1,
     only: tuple[str, ...] | None = None,
+    cells: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Unit:
-    """only: the launchers that it has, by default all."""
+    """only: the launchers that it has, by default all. cells: texts that it may include by their names; one that it includes may have
+    launchers."""
     _check_device(device)
-    for what, text in {"a name": name, "the text of a source": source or ""}.items():
-        if not isinstance(text, str):
-            raise TypeError(f"expected {what}, got {text!r}")
-    if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.A):
-        raise ValueError(f"expected a name of ASCII letters, digits and underscores, got {name!r}")
+    check_name(name)
+    if not isinstance(source or "", str):
+        raise TypeError(f"expected the text of a source, got {source!r}")
     origin, folder = f"<{name}>", Path(folder or KERNELS)
     if source is None:
         path = folder / (f"{name}.cu" if device == "cuda" else f"{name}.cpp")
@@ -163,9 +169,8 @@ def unit_of(
     given, headers = source, {}
     # Their copies are the first of their names.
     gather('#include "host/sized.h"\n#include "core/scalar.h"\n', KERNELS, [KERNELS], headers)
-    source = gather(source.removeprefix("\ufeff"), folder, [folder, KERNELS], headers)
-    texts = [header.text for header in headers.values()]
-    launchers = tuple(parse_launchers(given, origin, first_line, texts))
+    source = gather(source.removeprefix("\ufeff"), folder, [folder, KERNELS], headers, cells)
+    launchers = _launchers_of(given, origin, first_line, headers.values(), cells)
     parts = {}
     if only is not None:
         known = [launcher.name for launcher in launchers]
@@ -201,7 +206,32 @@ def unit_of(
         tuple(flags),
         launchers,
         digests,
+        with_cells(given, cells),
     )
+
+
+def check_name(name: str) -> None:
+    """Raises TypeError or ValueError for what can't name a source."""
+    if not isinstance(name, str):
+        raise TypeError(f"expected a name, got {name!r}")
+    if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.A):
+        raise ValueError(f"expected a name of ASCII letters, digits and underscores, got {name!r}")
+
+
+def _launchers_of(
+    given: str, origin: str, first_line: int, headers: Iterable[Header], cells: Mapping[str, str]
+) -> tuple[Launcher, ...]:
+    """Those of the source, and of the cells that it includes."""
+    texts = [header.text for header in headers]
+    own = [(cells[name], header.path, 1) for header in headers if (name := header.path[1:-1]) in cells]
+    exporting = [each for each in [(given, origin, first_line), *own] if "EXPORT" in code_of(each[0])]
+    found = [parse_launchers(*each, texts) for each in exporting or [(given, origin, first_line)]]
+    launchers = [launcher for of_text in found for launcher in of_text]
+    if twice := {each.name for each in launchers if sum(other.name == each.name for other in launchers) > 1}:
+        raise BuildError(
+            f"{origin}: {', '.join(sorted(twice))} is exported a second time by a cell that it includes"
+        )
+    return tuple(launchers)
 
 
 def host_unit(device: str) -> Unit:
