@@ -270,8 +270,8 @@ def test_the_host_is_one_text_for_all():
 
 
 MOST = {  # lines of a cell for a GPU
-    "conv2d_min_add_multiply": 3962, "conv2d_groupnorm_scale_maxpool_clamp": 4397,
-    "conv3d_groupnorm_min_clamp_dropout": 3847, "conv3d_multiply_instancenorm_clamp_multiply_max": 3726,
+    "conv2d_min_add_multiply": 3994, "conv2d_groupnorm_scale_maxpool_clamp": 4429,
+    "conv3d_groupnorm_min_clamp_dropout": 3879, "conv3d_multiply_instancenorm_clamp_multiply_max": 3758,
 }  # fmt: skip
 
 
@@ -759,7 +759,7 @@ def test_convolutions_of_our_own_in_the_emulation(Model, gpu, on_the_cpu, monkey
             ours.eval()(x)
     capability = (9, 0)
     with pytest.raises(RuntimeError, match=r"the GPU is capability 9.0, its kernels are for capability 8.0"):
-        ours.train()(x)
+        copy.deepcopy(ours).train()(x)
 
 
 def test_fused_dropout_in_the_emulation(on_the_cpu):

@@ -10,6 +10,7 @@ import re as _re
 import sys as _sys  # noqa: F401, for what export.py writes
 import tempfile as _tempfile
 import time as _time
+import weakref as _weakref
 
 import torch
 from torch import nn
@@ -37,6 +38,10 @@ _LAUNCHERS = {
     key: [each.split()[::-1] for each in each.split(",") if each] for key, each in _LAUNCHERS.items()
 }
 _LAUNCHERS = {name: dict(given) for name, given in _LAUNCHERS.items()}  # types by name
+_HOOKS = [key for key in vars(nn.Module()) if _re.match("_(for|back)ward.*_hooks$", key)]
+_KNOWN = (
+    _weakref.WeakKeyDictionary()
+)  # by model, what was seen of it when the kernels could last stand for it
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _CODE = _hashlib.sha256(_re.sub(r"//.*|/\*(?s:.*?)\*/|\s", "", _FORMULA[1]).encode()).hexdigest()[:16]
 _TRAINS = {_AS_WRITTEN}  # digests of code whose gradient is right
@@ -233,9 +238,9 @@ def _described(model, x):
         own = {}
         if path:
             own |= {"class": type(module), "forward": getattr(module.forward, "__func__", module.forward)}
-            own["hooks"] = any([values[key] for key in values if _re.match("_(for|back)ward.*_hooks$", key)])
+            own["hooks"] = any([values[key] for key in _HOOKS])
         own |= {key: value for key, value in values.items() if key[0] != "_" and key != "training"} | tensors
-        own |= {"tensors": [*tensors]} if path else {}
+        own |= {"tensors": (*tensors,)} if path else {}
         own |= {"training": module.training} if isinstance(module, _BatchNorm) else {}
         devices |= {t.device for t in tensors.values() if t is not None}
         for key, value in own.items():
@@ -245,21 +250,48 @@ def _described(model, x):
     yield "the device of all", x.device.type if len(devices) == 1 else devices
 
 
+def _seen(model, x):
+    """What `_described` looks at: objects that are to be the same, and what is to be equal."""
+    same, alike = [], [x.dtype, x.device, x.shape[1:], bool(x.dim() and len(x)), type(x), _tf32()]
+    alike += [torch._C._are_functorch_transforms_active(), torch.autograd.forward_ad._current_level]
+    alike += [torch.is_autocast_enabled(_DEVICE), bool(nn.modules.module._has_any_global_hook())]
+    for module in model.modules():
+        values, tensors = vars(module), [*module._parameters.values(), *module._buffers.values()]
+        same += [type(module), type(module).forward, *values.values(), *tensors]
+        alike += [(t.dtype, t.device, t.shape) for t in tensors if t is not None]
+        alike += [*module._parameters, *module._buffers, *[key for key in _HOOKS if values[key]]]
+    return same, alike
+
+
+def _checked(model, x):
+    """The model's dropouts by their names, and its batch norms, where the kernels can stand for it."""
+    same, alike = _seen(model, x)
+    known = _KNOWN.get(model)
+    if known and known[1] == alike and len(known[0]) == len(same) and all(map(_operator.is_, known[0], same)):
+        return known[2:]
+    dropouts = [(path, each) for path, each in model.named_modules() if isinstance(each, nn.Dropout)]
+    if odd := [dropout.p for _, dropout in dropouts if not 0 <= dropout.p <= 1]:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {odd[0]}")
+    found = dict(_described(model, x))
+    for what, expected in _EXPECTED.items():
+        if (own := found.get(what)) != expected:
+            raise RuntimeError(f"ModelNew can't run: {what} is {own}, its kernels are for {expected}")
+    norms = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+    if not any(
+        [isinstance(each, (list, dict, set, torch.Tensor)) for each in found.values()]
+    ):  # which may change
+        _KNOWN[model] = same, alike, dropouts, norms
+    return dropouts, norms
+
+
 class ModelNew(Model):
     """Model by the kernels above. Where they can't stand for it, a call raises RuntimeError and says why."""
 
     def forward(self, x):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"expected x to be a tensor, got a {type(x).__name__}")
-        dropouts = [(path, each) for path, each in self.named_modules() if isinstance(each, nn.Dropout)]
-        if odd := [dropout.p for _, dropout in dropouts if not 0 <= dropout.p <= 1]:
-            raise ValueError(f"dropout probability has to be between 0 and 1, but got {odd[0]}")
-        found = dict(_described(self, x))
-        for what, expected in _EXPECTED.items():
-            if (own := found.get(what)) != expected:
-                raise RuntimeError(f"ModelNew can't run: {what} is {own}, its kernels are for {expected}")
+        dropouts, norms = _checked(self, x)
         given = {"x": x} | {name: get(self) for name, get in _GETTERS.items()}
-        norms = [each for each in self.modules() if isinstance(each, _BatchNorm) and each.training]
         [each.num_batches_tracked.add_(1) for each in norms if each.num_batches_tracked is not None]
         tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
         numbers = {name: t for name, t in given.items() if name not in tensors}

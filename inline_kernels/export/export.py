@@ -37,7 +37,7 @@ from torch import nn
 
 import models
 from inline_kernels import problem as problems
-from inline_kernels.engine import cases, library, mainloops, programs, schedule, stored, tiling
+from inline_kernels.engine import cases, library, mainloops, precision, programs, schedule, stored, tiling
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
@@ -126,12 +126,11 @@ def cell_of(
     if (variant or known[-1]) == "epilogue":
         return cell(text, model, x, generated(model, x, device), device)
     try:
-        kernels = composed(file, x, device)
+        return cell(text, model, x, composed(file, x, device), device)
     except ValueError:
         if not is_file:
             raise
-        kernels = generated(model, x, device, by_our_own=True)
-    return cell(text, model, x, kernels, device)
+    return cell(text, model, x, generated(model, x, device, by_our_own=True), device)
 
 
 def notebook(text: str) -> str:
@@ -224,12 +223,21 @@ def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor) -> dict[str
         found["convolve"] = request | {"source": _convolving(request["source"])}
     except schedule.Unsupported:
         pass
+    settings = (
+        segment.conv.stride,
+        [before for before, _ in library.padding(segment.conv, weight)],
+        segment.conv.dilation,
+    )
+    runs_tf32 = precision.runs_tf32(case.x, weight, "forward", precision.Settings(*settings))
     for launcher, request in [*found.items()]:
-        if [each.name for each in parse_launchers(request["source"])] != [launcher]:
-            del found[launcher]  # a pass follows
+        follows = [each.name for each in parse_launchers(request["source"])] != [launcher]  # another pass
+        if (
+            follows or runs_tf32 and str(request["defines"].get("SPLIT")) != "0"
+        ):  # others take eager's error for ours
+            del found[launcher]
     of_both = [set(request["defines"].items()) for request in found.values()]
     if len({macro for macro, _ in set().union(*of_both)}) < len(set().union(*of_both)):
-        del found["forward"]  # they are built for other sizes of memory
+        found.pop("forward")  # they are built for other sizes of memory
     return found
 
 
