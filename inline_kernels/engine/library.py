@@ -169,7 +169,8 @@ def padding(conv, weight) -> list[tuple[int, int]]:
 
 class Convolution(NamedTuple):
     """The library's, as the model has it. settings: stride, padding, dilation, groups. around: what F.pad adds, in `mode`, where the convolution
-    can't. behind: of its gradients, what comes behind the tensors. lies: how the weight's gradient is laid out. is_nothing: v is x itself."""
+    can't. behind: of its gradients, what comes behind the tensors. lies: how the weight's gradient is laid out. is_nothing: v is x itself.
+    is_own: a kernel of our own stands for the library's `run`, and for its gradients, `differentiate` (depthwise.py)."""
 
     run: Callable
     settings: tuple
@@ -178,6 +179,8 @@ class Convolution(NamedTuple):
     behind: tuple
     lies: torch.memory_format
     is_nothing: bool = False
+    differentiate: Callable = _convolution_backward
+    is_own: bool = False
 
     @classmethod
     def of(cls, conv, weight: Tensor) -> Convolution:
@@ -234,7 +237,7 @@ def convolve_backward(
         image = padded.detach()
     if operands:
         image, weight = operands(image, weight, turned)
-    dx, dw, _ = _convolution_backward(dz, image, weight, *how.behind, (*needs, False))
+    dx, dw, _ = how.differentiate(dz, image, weight, *how.behind, (*needs, False))
     if needs[0] and how.around:
         (dx,) = torch.autograd.grad(padded, x, dx)
     if needs[1] and not operands:
