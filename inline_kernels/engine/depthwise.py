@@ -18,7 +18,7 @@ import inline_loader
 from . import library
 
 MOST_TAPS = 7  # rows, and columns
-CHANNELS = 4  # that a thread has
+CHANNELS = 8  # are copied at a time, or four
 
 _TEXT = """// A depthwise convolution, and its gradients
 #include "core/scalar.h"
