@@ -1,5 +1,6 @@
 """Depthwise convolutions of images on a GPU, forward and both gradients, by kernels of our own in the library's place: kernels/conv/depthwise.cuh
-and kernels/grad/depthwise_weight.cuh, channels last. PyTorch's take four times what memory needs.
+and kernels/grad/depthwise_weight.cuh, channels last. PyTorch's, in planes, take four times what memory needs; cuDNN's, channels last, no longer than
+ours in 16 bits where the gradient is the weight's, which is left to it (benchmarks/results/trials/depthwise.json).
 
 `convolution` gives what layouts.py runs as the library's; layouts.py turns operands that lie in planes. Sums are float32, as eager's: operands are
 never rounded to TF32 (between.py).
@@ -84,6 +85,19 @@ def in_words(segment, x: Tensor, weight: Tensor) -> str:
     return "the library's convolution" + f" ({reason})" * (is_one and library.device_type(x) == "cuda")
 
 
+def gradients_in_words(segment, x: Tensor, weight: Tensor) -> list[str]:
+    if obstacle(segment, x, weight):
+        return []
+    if _leaves_weight(segment.conv, x, weight):
+        return ["x's gradient by a kernel of our own"]
+    return ["the gradients of weight and x by kernels of our own"]
+
+
+def _leaves_weight(conv, x: Tensor, weight: Tensor) -> bool:
+    """Is its gradient the library's, which is faster?"""
+    return x.element_size() == 2 and all(before == behind for before, behind in library.padding(conv, weight))
+
+
 def _result(conv, x: Tensor, weight: Tensor) -> list[int]:
     """The extents of v."""
     padded = [extent + sum(each) for extent, each in zip(x.shape[2:], library.padding(conv, weight))]
@@ -119,11 +133,11 @@ def convolution(case) -> library.Convolution | None:
         for name, last in (("convolve", (0, 1)), ("input_gradient", (0, 1)), ("weight_gradient", (1, 2)))
     }
     of_library = library.Convolution.of(segment.conv, weight)
+    librarys = of_library.differentiate if _leaves_weight(segment.conv, x, weight) else None
     return of_library._replace(
         run=_convolving(launches["convolve"], like_v),
-        differentiate=_differentiating(launches, like_x, weight.shape),
+        differentiate=_differentiating(launches, like_x, weight.shape, librarys),
         around=(),
-        is_own=True,
     )
 
 
@@ -142,8 +156,10 @@ def _convolving(launch: Callable, like: Tensor) -> Callable[..., Tensor]:
     return run
 
 
-def _differentiating(launches: dict[str, Callable], like: Tensor, shape: Sequence[int]) -> Callable:
-    """As torch.ops.aten.convolution_backward."""
+def _differentiating(
+    launches: dict[str, Callable], like: Tensor, shape: Sequence[int], librarys: Callable | None
+) -> Callable:
+    """As torch.ops.aten.convolution_backward. librarys: that, where it gives the weight's gradient."""
     of_input, of_weight, empty_like = (
         launches["input_gradient"],
         launches["weight_gradient"],
@@ -154,7 +170,9 @@ def _differentiating(launches: dict[str, Callable], like: Tensor, shape: Sequenc
         dx, dw, wanted, dz = None, None, settings[-1], _lying(dz)
         if wanted[0]:
             of_input(dx := empty_like(like), dz, library.contiguous(weight))
-        if wanted[1]:
+        if wanted[1] and librarys:
+            dw = librarys(dz, _lying(x), weight, *settings[:-1], (False, True, False))[1]
+        elif wanted[1]:
             of_weight(dw := weight.new_empty(shape), dz, _lying(x))
         return dx, dw, None
 

@@ -170,7 +170,7 @@ def padding(conv, weight) -> list[tuple[int, int]]:
 class Convolution(NamedTuple):
     """The library's, as the model has it. settings: stride, padding, dilation, groups. around: what F.pad adds, in `mode`, where the convolution
     can't. behind: of its gradients, what comes behind the tensors. lies: how the weight's gradient is laid out. is_nothing: v is x itself.
-    is_own: a kernel of our own stands for the library's `run`, and for its gradients, `differentiate` (depthwise.py)."""
+    differentiate: gives the gradients; as `run`, it may be one of our own (depthwise.py)."""
 
     run: Callable
     settings: tuple
@@ -180,7 +180,6 @@ class Convolution(NamedTuple):
     lies: torch.memory_format
     is_nothing: bool = False
     differentiate: Callable = _convolution_backward
-    is_own: bool = False
 
     @classmethod
     def of(cls, conv, weight: Tensor) -> Convolution:

@@ -664,8 +664,7 @@ def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     plan = replace(plan, layout=layout, without_dz=_needs_no_dz(plan))
     words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
     ours = gradients.in_words(plan.segment, x, weight, _in_units(plan)) if _gives_dz(plan) else []
-    if _gives_dz(plan, True) and depthwise.obstacle(plan.segment, x, weight) is None:
-        ours = ["the convolution's gradients by kernels of our own"]
+    ours += depthwise.gradients_in_words(plan.segment, x, weight) if _gives_dz(plan, True) else []
     return ", ".join([words, *ours])
 
 

@@ -2,11 +2,11 @@
 // filters (C, rows, columns), v (N, rows, columns, C). Around x are zeros, which meet no tap: that is nothing, even if the tap is infinite.
 //
 // A block has a tile of some rows and columns of results, of 128 bytes of channels. What these meet it copies to shared memory in the
-// background, while other blocks of its multiprocessor compute. A thread has kPack neighbouring channels of a strip, kStrip results of a row. It
+// background, while other blocks of its multiprocessor compute. A thread has kPack neighbouring channels of a strip, some results of a row. It
 // goes over the rows that the filter meets, and multiplies what it reads of each by all taps that meet it. Sums are float32.
 //
 // Bytes at (32, 192, 56, 56), 3×3, float32: 77 MB read, half of it twice, for tiles of four rows, the second time from L2; 77 MB written: 51 µs
-// at 3 TB/s. Shared memory: 4.9 reads of 16 bytes a pack of results, 13 µs. Of 7×7 filters 0.5 GFMA at (32, 96, 56, 56), 16 µs, and 25 µs of
+// at 3 TB/s. Shared memory: 6.8 reads of 16 bytes a pack of results, 18 µs. Of 7×7 filters 0.5 GFMA at (32, 96, 56, 56), 16 µs, and 25 µs of
 // shared memory.
 #pragma once
 #include <algorithm>
@@ -18,10 +18,9 @@
 namespace conv::depthwise {
 
 constexpr int kMostThreads = 256;
-constexpr int kPack = kVector, kStrip = 8;
+constexpr int kPack = kVector;
 constexpr int kCopied = 8, kSliceBytes = 16 * kCopied;  // of a pixel: 16 bytes a copy
 constexpr int kMostColumns = 64, kMostRows = 16;        // of a tile
-constexpr int kTileBytes = 60 << 10;
 
 template <class T> constexpr int kSlice = kSliceBytes / int(sizeof(T));   // channels
 template <class T> constexpr int kLanes = kSlice<T> / kPack;              // packs
@@ -29,7 +28,11 @@ template <class T> constexpr int kFilterPitch = kSlice<T> + kPack;        // of 
 
 template <int kHeight_, int kWidth_, int kStride_> struct Filter {
   static constexpr int kHeight = kHeight_, kWidth = kWidth_, kTaps = kHeight * kWidth, kStride = kStride_;
-  static constexpr int kBlocks = kTaps == 9 ? 3 : 2;  // of a multiprocessor, at least: of more taps registers hold more
+  // Results of a strip, and blocks of a multiprocessor, at least; bytes of what a tile meets, and of a tile and that. Of many taps registers and
+  // shared memory hold more, and what they are read for has to be more.
+  static constexpr bool kFew = kTaps <= 9;
+  static constexpr int kStrip = kFew ? 4 : 8, kBlocks = kTaps == 9 ? 4 : 2;
+  static constexpr int kTileBytes = (kFew ? 46 : 32) << 10, kBothBytes = (kFew ? 46 : 60) << 10;
   static_assert(kStrip % kStride == 0);
 };
 
@@ -65,11 +68,11 @@ template <class Filter, bool kGradient> using Rows = Axis<kGradient, Filter::kHe
 template <class Filter, bool kGradient> using Columns = Axis<kGradient, Filter::kWidth, Filter::kStride>;
 
 // f(i, tap), of a strip's result and a tap in reach of operand j.
-template <class Columns, int kTaps, class F> __device__ __forceinline__ void each_meeting(int j, const F& f) {
+template <class Columns, class Filter, class F> __device__ __forceinline__ void each_meeting(int j, const F& f) {
 #pragma unroll
-  for (int i = 0; i < kStrip; i++)
+  for (int i = 0; i < Filter::kStrip; i++)
 #pragma unroll
-    for (int tap = 0; tap < kTaps; tap++)
+    for (int tap = 0; tap < Filter::kWidth; tap++)
       if (Columns::operand(i, tap) == j) f(i, tap);
 }
 
@@ -83,6 +86,7 @@ struct Tiles {
   template <class Filter, bool kGradient> static Tiles of(int64_t N, int rows, int columns, int slices, bool besides) {
     using R = Rows<Filter, kGradient>;
     using C = Columns<Filter, kGradient>;
+    constexpr int kStrip = Filter::kStrip;
     const auto up = [](int rows) { return (rows + R::kStep - 1) / R::kStep * R::kStep; };
     Tiles found{};
     found.slices = slices;
@@ -90,7 +94,8 @@ struct Tiles {
       found.strips = ((columns + found.across - 1) / found.across + kStrip - 1) / kStrip;
       found.columns = C::met(found.strips * kStrip), found.line_bytes = found.columns * kSliceBytes;
       const auto fits = [&](int rows) {
-        return R::met(rows) * found.line_bytes + besides * rows * found.strips * kStrip * kSliceBytes <= kTileBytes;
+        const int met = R::met(rows) * found.line_bytes, own = rows * found.strips * kStrip * kSliceBytes;
+        return besides ? met + own <= Filter::kBothBytes : met <= Filter::kTileBytes;
       };
       for (found.rows = up(std::min(rows, kMostRows)); found.rows > 0 && !fits(found.rows);) found.rows -= R::kStep;
       // Else most of what is copied is copied several times.
@@ -109,9 +114,9 @@ struct Tiles {
 struct Place {
   unsigned n;
   int row, column;  // of the first result
-  __device__ Place(const Tiles& tiles, unsigned index)
+  __device__ Place(const Tiles& tiles, unsigned index, int strip)
       : n(index / tiles.across / tiles.down), row(int(index / tiles.across % tiles.down) * tiles.rows),
-        column(int(index % tiles.across) * tiles.strips * kStrip) {}
+        column(int(index % tiles.across) * tiles.strips * strip) {}
 };
 
 // Copies lines of an image channels last, from the pixel (row, column) on, in the background. Pixels that it doesn't have are left out.
@@ -141,12 +146,12 @@ depthwise_kernel(T* out, const T* in, const T* weight, const Image image, const 
   await_previous_kernel();
   using OfRows = Rows<Filter, kGradient>;
   using OfColumns = Columns<Filter, kGradient>;
-  constexpr int kStride = Filter::kStride, kWidth = Filter::kWidth;
+  constexpr int kWidth = Filter::kWidth, kStrip = Filter::kStrip;
   extern __shared__ __align__(16) uint8_t memory[];
   T* const tile = reinterpret_cast<T*>(memory);
   float* const filters = reinterpret_cast<float*>(memory + tiles.bytes);  // (taps, channels)
   const int first = int(blockIdx.x % tiles.slices) * kSlice<T>, channels = min(image.C - first, kSlice<T>);
-  const Place at(tiles, blockIdx.x / tiles.slices);
+  const Place at(tiles, blockIdx.x / tiles.slices, kStrip);
   const int height = kGradient ? image.rows : image.H, width = kGradient ? image.columns : image.W;  // of what is read
   const int left = at.column - OfColumns::shift(image.left), top = at.row - OfRows::shift(image.above);
   const int begin = OfColumns::first(left, image.left), line = OfRows::first(top, image.above);
@@ -183,7 +188,7 @@ depthwise_kernel(T* out, const T* in, const T* weight, const Image image, const 
         for (int j = 0; j < OfColumns::met(kStrip); j++) {
           if (!decltype(inside)::value && unsigned(begin + own_begin + j) >= unsigned(width)) continue;
           const Vector<T> read = load_vector(from + j * kSlice<T>);
-          each_meeting<OfColumns, kWidth>(j, [&](int i, int tap) {
+          each_meeting<OfColumns, Filter>(j, [&](int i, int tap) {
 #pragma unroll
             for (int c = 0; c < kPack; c++) sums[i][c] = fmaf(float(read.at[c]), taps[tap][c], sums[i][c]);
           });
