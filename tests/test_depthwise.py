@@ -14,7 +14,7 @@ import numerics
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import depthwise, library
+from inline_kernels.engine import depthwise, direct, library
 from inline_kernels.engine.between import ENDS, KEPT, OPERAND
 from inline_kernels.engine.cases import Case
 from test_emulated import INF, NAN, folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
@@ -190,6 +190,24 @@ def test_registers_suffice(kernel, stride, value, architecture, tmp_path):
     assert len(found) == 3 and all(entry.spilled <= most for entry in found.values()), found
 
 
+@needs_nvcc
+@pytest.mark.parametrize("kernel", [3, 7])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_registers_suffice_with_a_tail(kernel, dtype, gpu, tmp_path, monkeypatch):  # noqa: F811
+    gpu(architecture=900)
+    monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
+    model = Normed(8, kernel).eval().to(dtype)
+    x = torch.randn(1, 8, 16, 16).to(dtype).contiguous(memory_format=torch.channels_last)
+    segment, arguments = given(model, x)
+    (request,) = direct.requests(Case(segment, arguments, False, dtype, last=True))
+    source = tmp_path / "direct.cu"
+    source.write_text(request["source"])
+    defines = [f"{name}={what}" for name, what in request["defines"].items()]
+    done = nvcc(source, "90a", defines, tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not any(entry.spilled for entry in entries(done.stderr).values()), done.stderr
+
+
 # ------------------------------------------------------------------------------------------------------------------------ fuse
 
 
@@ -291,6 +309,56 @@ def test_what_stays_the_librarys(channels, settings, reason, gpu):  # noqa: F811
         (plan,) = fast.plan(x)
         assert plan.reason.startswith("the library's convolution (") and reason in plan.reason, plan
         torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["pointwise", "normed", "halved"])
+def test_a_tail_inside(name, dtype, gpu, monkeypatch):  # noqa: F811
+    """Where x and y lie channels last and no gradient follows, v is never written."""
+    gpu()
+    monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
+    torch.manual_seed(0)
+    model = MODELS[name]().eval().to(dtype)
+    if hasattr(model, "norm"):
+        nn.init.normal_(model.norm.weight), nn.init.normal_(model.norm.running_mean)
+        model.norm.running_var.uniform_(0.5, 2)
+    x = torch.randn(3, model.conv.in_channels, 9, 13).to(dtype)
+    x[1, 2, 3, 4], x[0, 0, 0, 0] = NAN, INF
+    x = x.contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        fast = fuse(copy.deepcopy(model))
+        (plan,) = fast.plan(x)
+        assert plan.reason.startswith("depthwise, the tail inside, v is never written"), plan
+        found, eager, right = fast(x), model(x), copy.deepcopy(model).double()(x.double())
+        (plan,) = fast.plan(x.contiguous())
+        assert plan.reason.startswith("a depthwise convolution of our own"), plan
+    assert found.stride() == eager.stride() and torch.equal(found.isnan(), eager.isnan())
+    assert torch.equal(found.isinf(), eager.isinf())
+    finite = right.isfinite() & eager.isfinite()
+    error = checks.judged("", "y", *(t[finite] for t in (right, eager, found)), dtype)
+    assert error.share <= 1, error
+
+
+def test_a_tail_inside_gives_operands(layouts, monkeypatch):  # noqa: F811
+    """Rounded for the 1 x 1 behind it."""
+    monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
+    convolve, seen = library.convolve, []
+
+    def noted(how, x, *given):
+        seen.append(x)
+        return convolve(how, x, *given)
+
+    monkeypatch.setattr(library, "convolve", noted)
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(2, 8, 9, 11)
+    with torch.no_grad():
+        fast = fuse(model)
+        assert fast.plan(x)[1].reason.startswith("depthwise, the tail inside")
+        torch.testing.assert_close(fast(x), model(x), rtol=2e-3, atol=2e-3)
+        exact = F.silu(model.depthwise(F.silu(model.grow(x))))
+    assert library.is_channels_last(seen[-1])
+    torch.testing.assert_close(seen[-1].contiguous(), exact, rtol=2e-3, atol=2e-3)
+    assert not (seen[-1].contiguous().view(torch.int32) & 0x1FFF).any()
 
 
 # ---------------------------------------------------------------------------------------------------- between other convolutions

@@ -1,5 +1,5 @@
-// A depthwise convolution of images channels last, each channel by a filter of its own, and the gradient of its input: x (N, H, W, C),
-// filters (C, rows, columns), v (N, rows, columns, C). Around x are zeros, which meet no tap: that is nothing, even if the tap is infinite.
+// A depthwise convolution of images channels last, each channel by a filter of its own, or a tail of it, or the gradient of its input:
+// x (N, H, W, C), filters (C, rows, columns), v (N, rows, columns, C). Around x are zeros, which meet no tap: that is nothing, even if the tap is infinite.
 //
 // A block has a tile of some rows and columns of results, of 128 bytes of channels. What these meet it copies to shared memory in the
 // background, while other blocks of its multiprocessor compute. A thread has kPack neighbouring channels of a strip, some results of a row. It
@@ -11,9 +11,13 @@
 #pragma once
 #include <algorithm>
 
+#include "conv/tail.cuh"
 #include "core/launch.cuh"
+#include "core/scalar.h"
 #include "core/tensor_core.cuh"
+#include "core/tf32.cuh"
 #include "core/vector.cuh"
+#include "host/tensor.h"
 
 namespace conv::depthwise {
 
@@ -139,10 +143,10 @@ template <class T> struct Copier {
   }
 };
 
-// out: v of x, or dx of dz.
-template <bool kGradient, class Filter, class T>
+// out: what a tail makes of v, of x, where kRounds to TF32; or dx of dz.
+template <bool kGradient, class Filter, bool kRounds, class O, class T, class Tail>
 __global__ void __launch_bounds__(kMostThreads, Filter::kBlocks)
-depthwise_kernel(T* out, const T* in, const T* weight, const Image image, const Tiles tiles) {
+depthwise_kernel(O* out, const T* in, const T* weight, const Image image, const Tiles tiles, const Tail tail) {
   await_previous_kernel();
   using OfRows = Rows<Filter, kGradient>;
   using OfColumns = Columns<Filter, kGradient>;
@@ -166,7 +170,7 @@ depthwise_kernel(T* out, const T* in, const T* weight, const Image image, const 
   const int channel = threadIdx.x % kLanes<T> * kPack;
   if (channel >= channels) return;
   const int rows = kGradient ? image.H : image.rows, columns = kGradient ? image.W : image.columns;  // of results
-  T* const to = out + (kGradient ? image.x(at.n) : image.v(at.n)) + first + channel;
+  O* const to = out + (kGradient ? image.x(at.n) : image.v(at.n)) + first + channel;
 #pragma unroll 1
   for (int item = threadIdx.x / kLanes<T>; item < tiles.items(); item += blockDim.x / kLanes<T>) {
     const int strip = item % tiles.strips, own = item / tiles.strips, row = top + own;
@@ -197,13 +201,22 @@ depthwise_kernel(T* out, const T* in, const T* weight, const Image image, const 
     };
     if (begin + own_begin >= 0 && begin + own_begin + OfColumns::met(kStrip) <= width) all_rows(std::true_type());
     else all_rows(std::false_type());
+#pragma unroll
+    for (int c = 0; c < kPack; c++) {
+      const typename Tail::Channel constants = tail.channel(at.n, first + channel + c);
+#pragma unroll
+      for (int i = 0; i < kStrip; i++) {
+        const float value = tail(sums[i][c], constants);
+        sums[i][c] = kRounds ? nearest_tf32(value) : value;
+      }
+    }
     const int place = row * columns + left + strip * kStrip;
 #pragma unroll
     for (int i = 0; i < kStrip; i++) {
       if (unsigned(left + strip * kStrip + i) >= unsigned(columns)) continue;
-      Vector<T> values;
+      Vector<O> values;
 #pragma unroll
-      for (int c = 0; c < kPack; c++) values.at[c] = T(sums[i][c]);
+      for (int c = 0; c < kPack; c++) values.at[c] = O(sums[i][c]);
       put_vector(to + (place + i) * image.C, values);
     }
   }
@@ -211,17 +224,23 @@ depthwise_kernel(T* out, const T* in, const T* weight, const Image image, const 
 
 template <class T> int slices_of(int C) { return (C + kSlice<T> - 1) / kSlice<T>; }
 
-template <bool kGradient, class Filter, class T>
-void launch(T* out, const T* in, const T* weight, const Image& image, int rows, int columns, cudaStream_t stream) {
+template <bool kGradient, class Filter, bool kRounds = false, class O, class T, class Tail = Identity>
+void launch(O* out, const T* in, const T* weight, const Image& image, int rows, int columns, cudaStream_t stream, const Tail& tail = {}) {
+  constexpr auto kernel = depthwise_kernel<kGradient, Filter, kRounds, O, T, Tail>;
   const Tiles tiles = Tiles::of<Filter, kGradient>(image.N, rows, columns, slices_of<T>(image.C), false);
-  allow_shared<depthwise_kernel<kGradient, Filter, T>>();
+  allow_shared<kernel>();
   const int shared = tiles.bytes + Filter::kTaps * kFilterPitch<T> * int(sizeof(float));
-  launch_early_with(depthwise_kernel<kGradient, Filter, T>, int64_t(tiles.count) * tiles.slices, tiles.threads(kLanes<T>), shared, stream,
-                    out, in, weight, image, tiles);
+  launch_early_with(kernel, int64_t(tiles.count) * tiles.slices, tiles.threads(kLanes<T>), shared, stream, out, in, weight, image, tiles, tail);
 }
 
 template <class Filter, class T> void convolve(T* v, const T* x, const T* weight, const Image& image, cudaStream_t stream) {
   launch<false, Filter>(v, x, weight, image, image.rows, image.columns, stream);
+}
+// y (N, rows, columns, C) = tail(v) of x (N, H, W, C), with so many zeros above it and to its left.
+template <class Filter, bool kRounds, class O, class T, class Tail>
+void pointwise(const Out<O>& y, const In<T>& x, const In<T>& weight, int above, int left, const Tail& tail, cudaStream_t stream) {
+  const Image image(x.size(0), x.size(3), x.size(1), x.size(2), y.size(1), y.size(2), above, left);
+  launch<false, Filter, kRounds>(y.data, x.data, weight.data, image, image.rows, image.columns, stream, tail);
 }
 // dx of dz.
 template <class Filter, class T> void input_gradient(T* dx, const T* dz, const T* weight, const Image& image, cudaStream_t stream) {
