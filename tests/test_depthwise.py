@@ -271,6 +271,38 @@ def test_fused(name, dtype, last, gpu, monkeypatch):  # noqa: F811
         assert error.share <= 1, error
 
 
+def test_autocast(gpu):  # noqa: F811
+    """In its type, of parameters in float32."""
+    gpu()
+    torch.manual_seed(0)
+    model, x = Depthwise(8, 3, padding=1), torch.randn(2, 8, 6, 9)
+    fast = fuse(copy.deepcopy(model))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "a depthwise convolution of our own" in fast.plan(x)[0].reason
+        y, theirs = fast(x), model(x)
+    assert y.dtype == theirs.dtype == torch.bfloat16
+    y.float().square().sum().backward(), theirs.float().square().sum().backward()
+    torch.testing.assert_close(y, theirs, rtol=2e-2, atol=2e-2)
+    for own, eagers in zip(fast.parameters(), model.parameters()):
+        assert own.grad.dtype == torch.float32
+        torch.testing.assert_close(own.grad, eagers.grad, rtol=5e-2, atol=0.2)
+
+
+def test_an_edited_formula(gpu):  # noqa: F811
+    """Around the same kernels, with its gradient."""
+    gpu()
+    torch.manual_seed(0)
+    model, x = Depthwise(8, 3, F.relu, padding=1), torch.randn(2, 8, 6, 9, requires_grad=True)
+    fast = fuse(model)
+    fast.edit(x, fast.source(x).replace("math::relu", "real(2) * math::relu"))
+    assert "a depthwise convolution of our own" in fast.plan(x)[0].reason
+    fast(x).square().sum().backward()
+    found, x.grad = [x.grad, model.conv.weight.grad, model.conv.bias.grad], None
+    expected = torch.autograd.grad((2 * model(x)).square().sum(), [x, *model.conv.parameters()])
+    for gradient, theirs in zip(found, expected):
+        torch.testing.assert_close(gradient, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_asked_for_in_part(gpu):  # noqa: F811
     gpu()
     torch.manual_seed(0)
