@@ -396,10 +396,14 @@ def test_a_tail_inside_gives_operands(layouts, monkeypatch):  # noqa: F811
 # ---------------------------------------------------------------------------------------------------- between other convolutions
 
 
-class Block(nn.Module):
-    """1 x 1, depthwise, 1 x 1; `gated`: what is convolved last is weighed first, by what is made of its means."""
+def mean(x: torch.Tensor) -> torch.Tensor:
+    return x.mean((2, 3), keepdim=True)
 
-    def __init__(self, channels: int = 8, gated: bool = False, stride: int = 1):
+
+class Block(nn.Module):
+    """1 x 1, depthwise, 1 x 1; `gated`: what is convolved last is weighed first, by what is made of its means, and that is how they are made."""
+
+    def __init__(self, channels: int = 8, gated=None, stride: int = 1):
         super().__init__()
         self.grow, self.gated = nn.Conv2d(channels, 2 * channels, 1), gated
         self.depthwise = nn.Conv2d(
@@ -412,14 +416,17 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = F.silu(self.depthwise(F.silu(self.grow(x))))
-        x = x * torch.sigmoid(self.weigh(x.mean((2, 3), keepdim=True))) if self.gated else x
+        x = x * torch.sigmoid(self.weigh(self.gated(x))) if self.gated else x
         return torch.tanh(self.shrink(x))
 
 
 def test_what_is_kept():
     """With all of its digits, in front of a depthwise convolution; rounded for others."""
     assert results(Block(32)) == [KEPT, OPERAND, ENDS]
-    assert results(Block(32, gated=True)) == [KEPT, KEPT, OPERAND, ENDS]
+    pools = nn.AdaptiveAvgPool2d(1), nn.AdaptiveAvgPool2d((1, 1)), lambda x: F.adaptive_avg_pool2d(x, (1, 1))
+    for gated in (mean, *pools):
+        assert results(Block(32, gated)) == [KEPT, KEPT, OPERAND, ENDS]
+    assert results(Block(32, nn.AdaptiveAvgPool2d((1, None))))[1] == ENDS
     assert results(NETWORKS["inverted"].model()) == [KEPT, OPERAND, KEPT] * 2 + [KEPT, OPERAND, ENDS]
     assert {*results(nn.Sequential(nn.Conv2d(3, 6, 1), nn.ReLU(), Depthwise(6, 3)))} == {None}
 
@@ -428,7 +435,11 @@ def test_what_is_kept():
 @pytest.mark.parametrize("model", ["block", "gated", "halved", "inverted"])
 def test_results_stay_channels_last(model, phase, layouts, monkeypatch):  # noqa: F811
     monkeypatch.setattr("inline_kernels.engine.between.rounds", lambda segment, x: False)
-    make = {"block": Block, "gated": lambda: Block(gated=True), "halved": lambda: Block(stride=2)}
+    make = {
+        "block": Block,
+        "gated": lambda: Block(gated=nn.AdaptiveAvgPool2d(1)),
+        "halved": lambda: Block(stride=2),
+    }
     make["inverted"] = NETWORKS["inverted"].small_model
     assert not numerics.wrong_of(make[model], (2, 8, 9, 11), phase)
     assert layouts[1] and layouts[2 + (model == "gated")]

@@ -291,9 +291,9 @@ def _uses(
                     uses |= {EXACT if depthwise.suits(segment.conv, filters[segment]) else OPERAND}
                 elif results[segment] != ENDS or not _has_positions(segment, filters[segment]):
                     uses |= {KEPT}  # else what it adds is turned, once
-            elif not (_is_mean(user) or _gives_the_same(user, model)):
+            elif not (_is_mean(user, model) or _gives_the_same(user, model)):
                 return None
-            elif user not in seen and not _is_mean(user):
+            elif user not in seen and not _is_mean(user, model):
                 uses |= {OPERAND} if _module(user, model, nn.ConvTranspose2d) else set()
                 seen.add(user)
                 ways.append(user)
@@ -318,8 +318,12 @@ def _gives_the_same(node: fx.Node, model: nn.Module) -> bool:
     return node.op == "call_method" and node.target in _METHODS
 
 
-def _is_mean(node: fx.Node) -> bool:
+def _is_mean(node: fx.Node, model: nn.Module) -> bool:
     """Over all positions."""
+    if module := _module(node, model, nn.AdaptiveAvgPool2d):
+        return module.output_size in (1, (1, 1)) and not has_hooks(module)
+    if node.target is F.adaptive_avg_pool2d:
+        return [*node.args[1:], *node.kwargs.values()] in ([1], [(1, 1)], [[1, 1]])
     axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     over_all = isinstance(axes, (tuple, list)) and [*axes] in ([2, 3], [-2, -1])
     return node.op in ("call_method", "call_function") and node.target in ("mean", torch.mean) and over_all
