@@ -14,7 +14,7 @@ import numerics
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import depthwise, direct, library
+from inline_kernels.engine import depthwise, direct, library, tiling
 from inline_kernels.engine.between import ENDS, KEPT, OPERAND
 from inline_kernels.engine.cases import Case
 from test_emulated import INF, NAN, folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
@@ -174,13 +174,12 @@ def test_special_values(special, stride, gpu):  # noqa: F811
 @pytest.mark.parametrize("architecture", ["80", "90a"])
 @pytest.mark.parametrize("kernel, stride", [(3, 1), (3, 2), (5, 1), (7, 1), (7, 2)])
 @pytest.mark.parametrize("value", ["float", "bfloat16_t"])
-def test_registers_suffice(kernel, stride, value, architecture, tmp_path):
+def test_registers_suffice(kernel, stride, value, architecture, gpu, tmp_path):  # noqa: F811
+    gpu()
     model, x, _ = case_of(kernel, {"stride": stride}, 8, (16, 16), torch.float32)
     segment, arguments = given(model, x)
     source = tmp_path / "depthwise.cu"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(library, "device_type", lambda x: "cuda")
-        (request,) = depthwise.requests(Case(segment, arguments, False, x.dtype))
+    (request,) = depthwise.requests(Case(segment, arguments, False, x.dtype))
     source.write_text(request["source"])
     defines = [f"{name}={what}" for name, what in {**request["defines"], "VALUE_T": value}.items()]
     done = nvcc(source, architecture, defines, tmp_path / "out")
@@ -269,6 +268,15 @@ def test_fused(name, dtype, last, gpu, monkeypatch):  # noqa: F811
     for key, value in gradients(fast, x).items():
         error = checks.judged("", key, right[key], eager[key], value, dtype)
         assert error.share <= 1, error
+
+
+def test_an_older_gpu(gpu, monkeypatch):  # noqa: F811
+    gpu()
+    older = tiling.Device((7, 5), 64 << 10, 4)
+    monkeypatch.setattr(tiling, "device_properties", lambda index: older)
+    with torch.no_grad():
+        (plan,) = fuse(Depthwise(8, 3)).plan(torch.randn(2, 8, 6, 9))
+    assert plan.reason.startswith("the library's convolution (it copies as GPUs of"), plan
 
 
 def test_autocast(gpu):  # noqa: F811

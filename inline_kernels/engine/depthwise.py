@@ -16,7 +16,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import library
+from . import library, tiling
 
 MOST_TAPS = 7  # rows, and columns
 CHANNELS = 8  # are copied at a time, or four
@@ -65,6 +65,8 @@ def obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
         return "there is no GPU"
     if reason := _form_obstacle(segment.conv, weight):
         return reason
+    if tiling.device_properties(x.device.index).capability < (8, 0):
+        return "it copies as GPUs of compute capability 8.0 or later do"
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16) or weight.dtype != x.dtype:
         return f"there are no kernels for {x.dtype}"
     if not all(type(size) is int for size in (*x.shape, *weight.shape)):
