@@ -1,5 +1,6 @@
 // A depthwise convolution of images channels last, each channel by a filter of its own, or a tail of it, or the gradient of its input:
-// x (N, H, W, C), filters (C, rows, columns), v (N, rows, columns, C). Around x are zeros, which meet no tap: that is nothing, even if the tap is infinite.
+// x (N, H, W, C), filters (C, rows, columns), v (N, rows, columns, C). Around x are zeros, which meet no tap: that is nothing, even if the
+// tap is infinite.
 //
 // A block has a tile of some rows and columns of results, of 128 bytes of channels. What these meet it copies to shared memory in the
 // background, while other blocks of its multiprocessor compute. A thread has kPack neighbouring channels of a strip, some results of a row. It
@@ -26,9 +27,9 @@ constexpr int kPack = kVector;
 constexpr int kCopied = 8, kSliceBytes = 16 * kCopied;  // of a pixel: 16 bytes a copy
 constexpr int kMostColumns = 64, kMostRows = 16;        // of a tile
 
-template <class T> constexpr int kSlice = kSliceBytes / int(sizeof(T));   // channels
-template <class T> constexpr int kLanes = kSlice<T> / kPack;              // packs
-template <class T> constexpr int kFilterPitch = kSlice<T> + kPack;        // of a tap: those of a channel stand in other banks
+template <class T> constexpr int kSlice = kSliceBytes / int(sizeof(T));  // channels
+template <class T> constexpr int kLanes = kSlice<T> / kPack;             // packs
+template <class T> constexpr int kFilterPitch = kSlice<T> + kPack;       // of a tap: those of a channel stand in other banks
 
 template <int kHeight_, int kWidth_, int kStride_> struct Filter {
   static constexpr int kHeight = kHeight_, kWidth = kWidth_, kTaps = kHeight * kWidth, kStride = kStride_;
@@ -50,21 +51,21 @@ struct Image {
   __device__ __forceinline__ int64_t v(unsigned n) const { return int64_t(n) * (rows * columns * C); }
 };
 
-// What results meet, along an axis with so many taps: operands, by their numbers. Results are those of the convolution; or of its gradient, of which
-// the first then stands where a step of the filter begins, so that those that a strip meets are known to the compiler.
+// What results meet, along an axis with so many taps: operands, by their numbers. Results are those of the convolution; or of its gradient, of
+// which the first then stands where a step of the filter begins, so that those that a strip meets are known to the compiler.
 template <bool kGradient, int kTaps, int kStride> struct Axis {
   static constexpr int kBehind = (kTaps - 1) / kStride, kStep = kGradient ? kStride : 1;  // results from one such beginning to the next
-  // So many `count` neighbours meet, from `first` on.
+  // So many meet `count` neighbours, from `first` on; and so far apart are those that two results meet, `count` from one another.
   static HOST_DEVICE constexpr int met(int count) { return kGradient ? kBehind + (count - 1) / kStride + 1 : (count - 1) * kStride + kTaps; }
   static HOST_DEVICE constexpr int first(int result, int before) {
     return kGradient ? (result + before) / kStride - kBehind : result * kStride - before;
   }
+  static HOST_DEVICE constexpr int apart(int count) { return kGradient ? count / kStride : count * kStride; }
   // That of result i by a tap, counted from the first; or -1: there is none.
   static HOST_DEVICE constexpr int operand(int i, int tap) {
     const int apart = i - tap + kBehind * kStride;
     return !kGradient ? i * kStride + tap : apart % kStride ? -1 : apart / kStride;
   }
-  static HOST_DEVICE constexpr int apart(int count) { return kGradient ? count / kStride : count * kStride; }
   // How far before the first result it begins.
   static HOST_DEVICE constexpr int shift(int before) { return kGradient ? before % kStride : 0; }
 };
