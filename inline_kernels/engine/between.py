@@ -8,7 +8,8 @@ In float32 tensor cores cut operands off in channels last that the library round
 of v, an OPERAND where it is written, what else is KEPT before it is convolved. And a convolution runs so only where eager's is in TF32, or where
 its x is an OPERAND, which has an error of that size from its own convolution. Where its own isn't in TF32 in eager, a result is one only for
 convolutions that read it at once, all in TF32 in eager; then v is computed in planes, and y written channels last. Gradients run so only where both
-of eager's are in TF32.
+of eager's are in TF32. A depthwise convolution of our own (depthwise.py) is never in TF32, so that what it reads is KEPT, with all of its digits;
+its result is an OPERAND if nothing but convolutions reads it.
 
 What torch.cat joins of such results is a `Join`: with it goes a transposed convolution that nothing else reads. Its result is an OPERAND if all
 parts are, a transposed convolution's because it runs so only where eager's is in TF32 (joining.py). Of such results pools are ours, too (pooling.py).
@@ -26,12 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from . import library, precision, support
+from . import depthwise, library, precision, support
 from .capture import Captured
 from .segment import Segment
 from .tracing import has_hooks
 
 OPERAND, KEPT, ENDS = "operand", "kept", "ends"
+EXACT = "exact"  # of what reads a result: with all of its digits
 FEWEST_CHANNELS = 32
 MOST_PARTS = 32  # of a Join
 
@@ -73,7 +75,8 @@ def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
     found: dict[Segment, str] = {}
     nodes = {node.target: node for node in captured.module.graph.nodes if node.target in filters}
     for segment in reversed(segments):  # what reads it is known
-        found[segment] = _result(nodes[segment], filters, found, model) if _has_positions(segment) else ENDS
+        lies = _has_positions(segment, filters[segment])
+        found[segment] = _result(nodes[segment], filters, found, model) if lies else ENDS
     if {*found.values()} == {ENDS}:
         return segments
     _joins(captured, filters, found, model)
@@ -81,8 +84,7 @@ def laid_out(captured: Captured, model: nn.Module) -> list[Segment]:
     def told(segment: Segment) -> Segment:
         of_operand = _is_operand(nodes[segment].args[0], found, model)
         readers, node = _readers(nodes[segment], filters), nodes[segment]
-        at_once = all(_convolves(user, node, filters) and user.args.count(node) == 1 for user in node.users)
-        return segment.with_result(found[segment], of_operand, readers, at_once)
+        return segment.with_result(found[segment], of_operand, readers, _is_read_at_once(node, filters))
 
     return [*map(told, segments)]
 
@@ -119,11 +121,11 @@ def is_kept(segment: Segment, x: Tensor, weight: Tensor, y: Tensor) -> bool:
         return True
     if not library.may_run_tf32(x):
         return False
-    is_nothing = segment.conv.is_nothing
-    is_exact = is_nothing or not runs_tf32(segment, x, weight)
+    is_never = segment.conv.is_nothing or depthwise.suits(segment.conv, weight)  # in TF32
+    is_exact = is_never or not runs_tf32(segment, x, weight)
     readers = [runs_tf32_behind(y, "forward", *reader) for reader in segment.read_by]
     if segment.result == KEPT:
-        return any(readers) or not readers and (is_nothing or not is_exact)
+        return any(readers) or not readers and (is_never or not is_exact)
     if is_exact and not (segment.at_once and all(readers)):
         return False
     return all(runs_tf32_behind(y, "dw", *reader) for reader in segment.read_by)  # which reads it, too
@@ -131,6 +133,8 @@ def is_kept(segment: Segment, x: Tensor, weight: Tensor, y: Tensor) -> bool:
 
 def runs_tf32(segment: Segment, x: Tensor, weight: Tensor, of: str = "forward") -> bool:
     """Does eager's convolution, in planes?"""
+    if segment.conv.groups > 1:
+        return False
     return precision.runs_tf32(x, weight, of, _settings(segment, weight), channels_last=False)
 
 
@@ -170,6 +174,8 @@ def _readers(node: fx.Node, filters: dict[Segment, Tensor]) -> tuple:
     """What `runs_tf32_behind` asks of the convolutions that read a result at once. It is the same for a layer of other channels."""
     found = {}
     for user in (user.target for user in node.users if _convolves(user, node, filters)):
+        if depthwise.suits(user.conv, filters[user]):  # never in TF32
+            continue
         outputs, channels, *taps = filters[user].shape
         found[Fraction(outputs, channels), tuple(taps), _settings(user, filters[user])] = True
     return tuple(found)
@@ -195,7 +201,7 @@ def _joins(
             _transposed(part, results, model) if parts.count(part) == 1 else None for part in parts
         )
         are_operands = all(t or _is_operand(part, results, model) for t, part in zip(transposed, parts))
-        result = OPERAND if OPERAND in uses and are_operands else KEPT
+        result = OPERAND if OPERAND in uses and EXACT not in uses and are_operands else KEPT
         found[node] = Join(transposed, result, _readers(node, filters))
         if result == OPERAND:
             results[node] = OPERAND
@@ -237,14 +243,23 @@ def _is_operand(value: fx.Node, results: dict, model: nn.Module) -> bool:
 
 
 def _fits(segment: Segment, weight: Tensor) -> bool:
-    """Is the library's convolution of an image in channels last a fast one?"""
+    """Is the convolution of an image in channels last a fast one?"""
+    if depthwise.suits(segment.conv, weight):
+        return True
     around = library.padding(segment.conv, weight)
     plain = segment.conv.padding_mode == "zeros" and all(before == behind for before, behind in around)
     return plain and weight.dim() == 4 and segment.conv.groups == 1 and weight.shape[1] >= FEWEST_CHANNELS
 
 
-def _has_positions(segment: Segment) -> bool:
-    return segment.axes == ("n", "c", "0", "1") and (segment.conv.groups == 1 or segment.conv.is_nothing)
+def _has_positions(segment: Segment, weight: Tensor) -> bool:
+    conv = segment.conv
+    runs = conv.groups == 1 or conv.is_nothing or depthwise.suits(conv, weight)
+    return segment.axes == ("n", "c", "0", "1") and runs
+
+
+def _is_read_at_once(node: fx.Node, filters: dict[Segment, Tensor]) -> bool:
+    """Does nothing but convolutions read a result?"""
+    return all(_convolves(user, node, filters) and user.args.count(node) == 1 for user in node.users)
 
 
 def _result(
@@ -253,7 +268,10 @@ def _result(
     """results: of those behind."""
     uses = _uses(node, filters, results, model)
     alone = len(node.args) == 1  # what is added would lose digits
-    return ENDS if not uses else OPERAND if OPERAND in uses and alone else KEPT
+    if depthwise.suits(node.target.conv, filters[node.target]):  # it has no error, which others may read
+        alone = alone and _is_read_at_once(node, filters)
+    rounds = uses and OPERAND in uses and EXACT not in uses and alone
+    return ENDS if not uses else OPERAND if rounds else KEPT
 
 
 def _uses(
@@ -269,11 +287,13 @@ def _uses(
                 convolved = user.args[0] is value and not segment.conv.is_nothing
                 if convolved and not _fits(segment, filters[segment]):
                     return None
-                turned = results[segment] == ENDS and _has_positions(segment)  # what it adds, once
-                uses |= {OPERAND} if convolved else set() if turned else {KEPT}
-            elif not (_is_mean(user) or _gives_the_same(user, model)):
+                if convolved:
+                    uses |= {EXACT if depthwise.suits(segment.conv, filters[segment]) else OPERAND}
+                elif results[segment] != ENDS or not _has_positions(segment, filters[segment]):
+                    uses |= {KEPT}  # else what it adds is turned, once
+            elif not (_is_mean(user, model) or _gives_the_same(user, model)):
                 return None
-            elif user not in seen and not _is_mean(user):
+            elif user not in seen and not _is_mean(user, model):
                 uses |= {OPERAND} if _module(user, model, nn.ConvTranspose2d) else set()
                 seen.add(user)
                 ways.append(user)
@@ -298,8 +318,12 @@ def _gives_the_same(node: fx.Node, model: nn.Module) -> bool:
     return node.op == "call_method" and node.target in _METHODS
 
 
-def _is_mean(node: fx.Node) -> bool:
+def _is_mean(node: fx.Node, model: nn.Module) -> bool:
     """Over all positions."""
+    if module := _module(node, model, nn.AdaptiveAvgPool2d):
+        return module.output_size in (1, (1, 1)) and not has_hooks(module)
+    if node.target is F.adaptive_avg_pool2d:
+        return [*node.args[1:], *node.kwargs.values()] in ([1], [(1, 1)], [[1, 1]])
     axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     over_all = isinstance(axes, (tuple, list)) and [*axes] in ([2, 3], [-2, -1])
     return node.op in ("call_method", "call_function") and node.target in ("mean", torch.mean) and over_all

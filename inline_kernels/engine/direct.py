@@ -28,7 +28,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import cases, choice, inside, library, mainloops, naming, programs, schedule, source, tiling
+from . import cases, choice, depthwise, inside, library, mainloops, naming, programs, schedule, source, tiling
 from .algebra import reordered
 from .cases import Case
 from .graph import ELEMENTS, Node, order
@@ -426,7 +426,10 @@ def _rest(segment, y: Node, front: Front) -> programs.Composed:
 def _chosen(case: Case) -> Written:
     """The first mainloop that can run it. Raises Unsupported."""
     segment, weight = case.segment, case.weight
-    check(case)
+    by_depth = depthwise.obstacle(segment, case.x, weight) is None
+    if by_depth and (case.saving or not case.last):
+        raise Unsupported("backward needs v" if case.saving else "y lies in planes")
+    check(case, by_depth)
     if case.last and not choice.is_silent() and inside.runs(case):
         raise Unsupported("the library runs the tail inside its convolution, channels last")
     if case.saving and case.x.dtype != torch.float32:
@@ -435,17 +438,17 @@ def _chosen(case: Case) -> Written:
         raise Unsupported("the tail has statistics or dropout")
     composed = programs.composed_of(segment, programs.kind_for(case)) if case.saving else None
     refused = []
-    for mainloop in mainloops.MAINLOOPS:
+    for mainloop in [mainloops.DEPTHWISE] if by_depth else mainloops.MAINLOOPS:
         if mainloop.dimensions != weight.dim() - 2:
             continue
         try:
             written = _written(segment, mainloop, case.exact_order, composed)
             front = written.front
             mainloop.check_walk(segment, weight, front.window if front.pooled else None)
-            takes_last = mainloops.takes_last(case.x)
+            takes_last = mainloop.takes_last(case.x)
             if mainloop.walks and len(segment.inputs) > 1 and (takes_last or case.stays_last):
                 raise Unsupported("x or y lies channels last, other inputs may not")
-            if case.stays_last and not takes_last and written.rest:
+            if (case.stays_last and not takes_last or mainloop.lies_last) and written.rest:
                 raise Unsupported(mainloops.STAYS_LAST)
             if (reason := mainloop.refuses(_job(written, case))) is None:
                 return written
@@ -455,15 +458,15 @@ def _chosen(case: Case) -> Written:
     raise Unsupported("; ".join(refused))
 
 
-def check(case: Case) -> None:
-    """Can a convolution of our own be what runs? Raises Unsupported."""
+def check(case: Case, by_depth: bool = False) -> None:
+    """Can a convolution of our own be what runs? by_depth: it is a depthwise one of ours. Raises Unsupported."""
     if case.device != "cuda":
         raise Unsupported("convolutions of our own run on GPUs")
     if case.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise Unsupported(f"there are no kernels for results of {case.dtype}")
     if case.segment.conv.is_nothing:
         raise Unsupported("there is no convolution")
-    if case.segment.conv.groups != 1:
+    if case.segment.conv.groups != 1 and not by_depth:
         raise Unsupported("the convolution has groups")
     if case.stays_last and case.saving and not mainloops.takes_last(case.x):
         raise Unsupported(mainloops.STAYS_LAST)

@@ -18,7 +18,7 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.loader.source import Launcher, parse_launchers
 
-from . import library, naming, programs, schedule
+from . import depthwise, library, naming, programs, schedule
 from .cases import Case
 from .followed import NotFollowed, followed
 
@@ -44,13 +44,13 @@ class Edited:
         return case._replace(saving=self.edit.saving)
 
     def requests(self, case: Case) -> list[Mapping]:
-        (request,) = self.schedule.requests(self._original(case))
+        request, *others = self.schedule.requests(self._original(case))
         if request["source"] != self.edit.original:
             raise RuntimeError(
                 f"the formula of {case.segment.conv.name} was edited for other inputs, or another model than this is now: "
                 "edit() it for these, or edit(..., None) to have the model's own again"
             )
-        return [request | {"source": self.edit.text}]
+        return [request | {"source": self.edit.text}, *others]
 
     def describe(self, case: Case) -> str:
         self.requests(case)
@@ -82,7 +82,7 @@ class Edited:
             return str(error)
 
     def plan(self, case: Case) -> SimpleNamespace:
-        (request,) = self.requests(case)
+        request, *_ = self.requests(case)
         inner = self.schedule.plan(self._original(case), edited=request["source"])
         found = SimpleNamespace(inner=inner, gradient=None, copies=[], back=None)
         if not case.saving:
@@ -92,7 +92,8 @@ class Edited:
             return found
         found.back = schedule.Plan.of(case, composed)
         found.back.kernels = inline_loader.load(**request | {"source": composed.text})
-        found.back.convolution = library.Convolution.of(case.segment.conv, case.weight)
+        of_library = library.Convolution.of(case.segment.conv, case.weight)
+        found.back.convolution = depthwise.convolution(case) or of_library
         found.copies = self._copies(case.segment, found.back)
         return found
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inline_kernels.loader.operators import is_watched
 
-from . import between, layouts, library, support
+from . import between, depthwise, layouts, library, support
 from .cases import Case
 from .graph import ELEMENTS, Node, Space
 
@@ -95,6 +95,8 @@ def _fits(case: Case, tail: Tail) -> bool:
     if not known or weight.dim() != 4 or segment.conv.is_nothing or x.dtype not in _DTYPES:
         return False
     if between.rounds(segment, x) or case.last != library.is_channels_last(x):
+        return False
+    if depthwise.obstacle(segment, x, weight) is None:
         return False
     if not case.last and not _stays_in_planes(case):
         return False

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import between, library, precision
+from . import between, depthwise, library, precision
 from .cases import CTYPES
 
 PLANES, TURNED, FOR_TF32, UNITS = range(4)  # kernels/load/turned.cuh's
@@ -24,6 +24,8 @@ PLANES, TURNED, FOR_TF32, UNITS = range(4)  # kernels/load/turned.cuh's
 def fastest(segment, x: Tensor, weight: Tensor, of: str) -> int:
     """In which layout the library is fastest in "forward", for "dx" or for "dw", and as exact as in eager's."""
     served = library.device_type(x) == "cuda" and x.dtype != torch.float64
+    if served and depthwise.obstacle(segment, x, weight) is None:
+        return TURNED
     if not served or segment.conv.groups > 1 or segment.conv.is_nothing:
         return PLANES
     if library.is_channels_last(x, weight):
@@ -283,7 +285,7 @@ def image_of(plan, x: Tensor, layout: int) -> Callable[[Tensor], Tensor]:
         return itself
     if layout == PLANES:
         return plan.turns.planes(x)
-    return itself if segment.of_operand else plan.turns.rounded(x)
+    return itself if segment.of_operand or layout == TURNED else plan.turns.rounded(x)
 
 
 def convolving(plan, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], Turning | None]:

@@ -169,7 +169,8 @@ def padding(conv, weight) -> list[tuple[int, int]]:
 
 class Convolution(NamedTuple):
     """The library's, as the model has it. settings: stride, padding, dilation, groups. around: what F.pad adds, in `mode`, where the convolution
-    can't. behind: of its gradients, what comes behind the tensors. lies: how the weight's gradient is laid out. is_nothing: v is x itself."""
+    can't. behind: of its gradients, what comes behind the tensors. lies: how the weight's gradient is laid out. is_nothing: v is x itself.
+    differentiate: gives the gradients; as `run`, it may be one of our own (depthwise.py)."""
 
     run: Callable
     settings: tuple
@@ -178,6 +179,7 @@ class Convolution(NamedTuple):
     behind: tuple
     lies: torch.memory_format
     is_nothing: bool = False
+    differentiate: Callable = _convolution_backward
 
     @classmethod
     def of(cls, conv, weight: Tensor) -> Convolution:
@@ -234,7 +236,7 @@ def convolve_backward(
         image = padded.detach()
     if operands:
         image, weight = operands(image, weight, turned)
-    dx, dw, _ = _convolution_backward(dz, image, weight, *how.behind, (*needs, False))
+    dx, dw, _ = how.differentiate(dz, image, weight, *how.behind, (*needs, False))
     if needs[0] and how.around:
         (dx,) = torch.autograd.grad(padded, x, dx)
     if needs[1] and not operands:

@@ -133,7 +133,7 @@ class Sinks(NamedTuple):
 class Mainloop(NamedTuple):
     """A kernel that convolves, for fronts that it `takes`. obstacle: why it can't run, or is not faster than the schedule `load`, for an x in planes, or
     where it `walks` in any layout; or None. defines: a build's. most: results that it can store. has_places: do its tails know which element of y they compute? walks: does it take a stride,
-    padding and dilation (`Walk`)?"""
+    padding and dilation (`Walk`)? lies_last: x and results lie channels last, in any type."""
 
     name: str
     takes: str
@@ -147,17 +147,22 @@ class Mainloop(NamedTuple):
     most: int = 1
     walks: bool = False
     sinks: Sinks | None = None
+    lies_last: bool = False
 
     def refuses(self, job: Job) -> str | None:
         """Why it can't run, or is not faster than the schedule `load`; or None. Channels last the library's tensor cores take operands as they lie,
         and ours would turn x, and y again."""
-        x, own = job.x, self.walks and takes_last(job.x)
+        x, own = job.x, self.walks and self.takes_last(job.x)
         if not own and library.is_channels_last(x) and not choice.is_silent():
             if x.element_size() == 2 or library.may_run_tf32(x):
                 return "x lies channels last, and the library takes it so"
         if job.last and not own and (not self.walks or job.window > 1):
             return STAYS_LAST
         return self.obstacle(job)
+
+    def takes_last(self, x: Tensor) -> bool:
+        """Does it read x as it lies, channels last?"""
+        return library.is_channels_last(x) if self.lies_last else takes_last(x)
 
     def check_walk(self, segment, weight: Tensor, window: Sequence[int | None] | None = None) -> None:
         """window: what is pooled in it. Raises Unsupported."""
@@ -176,7 +181,7 @@ class Mainloop(NamedTuple):
 
     def in_words(self, job: Job) -> str:
         """Its name, and how it goes about it, for `plan`."""
-        by_views = self.walks and self.defines(job)["FOLDED"] == choice.VIEWS
+        by_views = self.walks and self.defines(job).get("FOLDED") == choice.VIEWS
         return self.name + " by views of patches" * by_views
 
     def all_defines(self, job: Job) -> dict:
@@ -316,6 +321,18 @@ def _stream_defines(job: Job) -> dict:
     last = {"WEIGHT_LAST": int(not how.packs and library.is_channels_last(job.weight))}
     last |= {"RESULTS_LAST": int(not how.packs or job.last), "ROUNDS_RESULT": int(job.rounds)}
     return tiling.stream_defines(job.x, job.weight.shape, job.positions, how) | last
+
+
+def _depthwise_obstacle(job: Job) -> str | None:
+    """Of a depthwise convolution of our own (depthwise.py)."""
+    if not library.is_channels_last(job.x):
+        return "x lies in planes, and is turned for v"
+    return "there is nothing but v" if job.is_alone else None
+
+
+def _depthwise_defines(job: Job) -> dict:
+    taps = dict(zip(("KERNEL_H", "KERNEL_W"), job.weight.shape[2:]))
+    return taps | {"LAST": 1, "RESULTS_LAST": 1, "ROUNDS_RESULT": int(job.rounds)}
 
 
 # ------------------------------------------------------------------------------------------------------- sinks, as launchers' text
@@ -565,6 +582,24 @@ MAINLOOPS = (
         ),
     ),
     *[_stream_of(dimensions, takes) for dimensions in (2, 3) for takes in ("elements", "windows")],
+)
+
+
+# Of depthwise convolutions, that no other takes.
+DEPTHWISE = Mainloop(
+    "depthwise",
+    "elements",
+    2,
+    headers=("conv/depthwise.cuh",),
+    declared="using Filter = conv::depthwise::Filter<KERNEL_H, KERNEL_W, STRIDE_H>;",
+    launch=[
+        "conv::depthwise::pointwise<Filter, ROUNDS_RESULT>(y, x, weight, BEFORE_H, BEFORE_W, tail, stream);"
+    ],
+    obstacle=_depthwise_obstacle,
+    defines=_depthwise_defines,
+    has_places=False,
+    walks=True,
+    lies_last=True,
 )
 
 

@@ -24,7 +24,7 @@ import inline_loader
 from inline_kernels.engine import library
 from inline_kernels.loader.operators import precision
 
-from . import between, gradients, inside, layouts, naming, source, strips
+from . import between, depthwise, gradients, inside, layouts, naming, source, strips
 from .cases import CTYPES, Case, Sizes, first_number, places
 from .graph import ELEMENTS, Space
 from .launching import Entry, Launch, new_of, picking
@@ -147,7 +147,7 @@ def _has_channels(space: Space) -> bool:
 
 def requests(case: Case) -> list[dict]:
     """What inline_loader builds for it."""
-    return [_build(case)]
+    return [_build(case), *depthwise.requests(case)]
 
 
 def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callable | None = None) -> Plan:
@@ -157,7 +157,7 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
         raise Unsupported(f"there are kernels for {', '.join(CTYPES.values())}")
     found, request = Plan.of(case), _build(case)
     found.kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
-    found.convolution = library.Convolution.of(case.segment.conv, case.weight)
+    found.convolution = depthwise.convolution(case) or library.Convolution.of(case.segment.conv, case.weight)
     _set_layout(found, case, own is not None)
     found.own = own
     found.layout = _turned(found, found.composed.forward, found.runs)
@@ -182,9 +182,15 @@ def _set_layout(plan: Plan, case: Case, own: bool) -> None:
     plan.runs = PLANES if own else layouts.fastest(case.segment, case.x, case.weight, "forward")
     if plan.last:
         plan.runs = TURNED
-        if between.rounds(case.segment, case.x) and not case.segment.conv.is_nothing:
+        if _rounds(case.segment, case.x, case.weight):
             in_tf32 = between.convolves_last(case.segment, case.x, case.weight)
             plan.runs = FOR_TF32 if in_tf32 else PLANES
+
+
+def _rounds(segment, x: Tensor, weight: Tensor) -> bool:
+    """Does the library round operands channels last that in eager are in planes?"""
+    by_library = not segment.conv.is_nothing and depthwise.obstacle(segment, x, weight) is not None
+    return by_library and between.rounds(segment, x)
 
 
 def _turned(plan: Plan, program: Program, layout: int) -> int:
@@ -555,7 +561,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     asked = [of for of, need in zip(("dx", "dw"), of_library) if need]
     layout = min([layouts.fastest(segment, x, weight, of) for of in asked], default=PLANES)
     layout = UNITS if ways.weight == gradients.PACKED else PLANES if any(ways) else layout
-    if plan.last and between.rounds(segment, x) and not segment.conv.is_nothing:
+    if plan.last and _rounds(segment, x, weight):
         layout = FOR_TF32 if between.differentiates_last(segment, x, weight) else PLANES
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
@@ -604,12 +610,11 @@ def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool, dw: bool) -> gr
     return gradients.fastest(plan.segment, x, weight, dx, dw, _in_units(plan))
 
 
-def _gives_dz(plan: Plan) -> bool:
-    """In planes?"""
+def _gives_dz(plan: Plan, last: bool = False) -> bool:
+    """In planes, or, where that does, too, channels last?"""
     program, roots = plan.composed.backward, plan.composed.gradients
-    return bool(
-        not plan.last and program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())
-    )
+    has_dz = program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())
+    return bool(has_dz and (last or not plan.last))
 
 
 def _in_units(plan: Plan) -> bool:
@@ -652,7 +657,9 @@ def describe(case: Case, own: str | None = None, done: int | None = None) -> str
     found = Plan.of(case)
     _set_layout(found, case, own is not None)
     _divide(found, case.arguments)
-    return _words(found, own, done, backward_in_words(found, case.x, case.weight) if case.saving else "")
+    by = f"{own} writes v" if own else depthwise.in_words(case.segment, case.x, case.weight)
+    behind = backward_in_words(found, case.x, case.weight) if case.saving else ""
+    return _words(found, by, own, done, behind)
 
 
 def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
@@ -662,12 +669,13 @@ def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     plan = replace(plan, layout=layout, without_dz=_needs_no_dz(plan))
     words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
     ours = gradients.in_words(plan.segment, x, weight, _in_units(plan)) if _gives_dz(plan) else []
+    ours += depthwise.gradients_in_words(plan.segment, x, weight) if _gives_dz(plan, True) else []
     return ", ".join([words, *ours])
 
 
-def _words(plan: Plan, own: str | None, done: int | None, backward: str) -> str:
-    """Each pass over positions, with the bytes that it reads and writes."""
-    composed, words = plan.composed, [f"{own} writes v" if own else "the library's convolution"]
+def _words(plan: Plan, by: str, own: str | None, done: int | None, backward: str) -> str:
+    """Each pass over positions, with the bytes that it reads and writes, behind what convolves."""
+    composed, words = plan.composed, [by]
     if done is not None:
         words = [f"{own} writes v and {_made_words(composed.forward, done)}"]
     words = ["Winograd's convolution"] if plan.strips.get("forward") else words

@@ -49,11 +49,16 @@ __device__ __forceinline__ void await_previous_kernel() {
 #endif
 }
 
-// Launches such a kernel. From sm_90 on its blocks are on their multiprocessors by the time that the kernel before it ends.
+// Launches such a kernel, with so many bytes of dynamic shared memory. From sm_90 on its blocks are on their multiprocessors by the time that the
+// kernel before it ends.
 template <class... P, class... Arguments>
-void launch_early(void (*kernel)(P...), int64_t blocks, unsigned threads, cudaStream_t stream, const Arguments&... arguments) {
+void launch_early_with(void (*kernel)(P...), int64_t blocks, unsigned threads, int shared, cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
-  const cudaLaunchConfig_t config{unsigned(blocks), threads, 0, stream, &early, device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
+  const cudaLaunchConfig_t config{unsigned(blocks), threads, size_t(shared), stream, &early, device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
   cudaLaunchKernelEx(&config, kernel, P(arguments)...);
+}
+template <class... P, class... Arguments>
+void launch_early(void (*kernel)(P...), int64_t blocks, unsigned threads, cudaStream_t stream, const Arguments&... arguments) {
+  launch_early_with(kernel, blocks, threads, 0, stream, arguments...);
 }

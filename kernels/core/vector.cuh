@@ -27,6 +27,13 @@ template <class T> __device__ __forceinline__ void store_vector(T* to, const Vec
   }
 }
 
+// Likewise of what is read soon.
+template <class T> __device__ __forceinline__ void put_vector(T* to, const Vector<T>& vector) {
+  using Word = std::conditional_t<sizeof(Vector<T>) == sizeof(uint2), uint2, uint4>;
+  static_assert(sizeof(Vector<T>) == sizeof(Word));
+  __stcg(reinterpret_cast<Word*>(to), reinterpret_cast<const Word&>(vector));
+}
+
 // May rows of `size` elements from `pointer` on be accessed as vectors?
 template <class T> bool vectors_fit(const T* pointer, int64_t size) {
   return size % kVector == 0 && uintptr_t(pointer) % sizeof(Vector<T>) == 0;
