@@ -245,9 +245,9 @@ def load_ipython_extension(shell) -> None:
     def run_cell(device: str, line: str, cell: str) -> None:
         request = cells.Request.of(line)
         name, known = request.name, shell.user_ns.get(request.name)
+        check_name(name)
         cells.check_free(name, known)
         if request.part:
-            check_name(name)
             return shell.push({name: cells.Part(cell)})
         if request.lacking:
             print(request.lacking)

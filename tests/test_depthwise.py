@@ -264,7 +264,11 @@ def test_fused(name, dtype, last, gpu, monkeypatch):  # noqa: F811
     )
     assert f"{ours} of our own" in plan.reason, plan
     monkeypatch.setattr(torch, "conv2d", None)
-    monkeypatch.setattr(library, "_convolution_backward", None)
+    if dtype == torch.float32:  # in 16 bits the weight's gradient is the library's
+        made = library.Convolution.of
+        monkeypatch.setattr(
+            library.Convolution, "of", lambda *given: made(*given)._replace(differentiate=None)
+        )
     for key, value in gradients(fast, x).items():
         error = checks.judged("", key, right[key], eager[key], value, dtype)
         assert error.share <= 1, error

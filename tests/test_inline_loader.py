@@ -25,6 +25,7 @@ import inline_loader
 from inline_kernels.loader import cache as loader_cache
 from inline_kernels.loader import cells, units
 from inline_kernels.loader import messages as loader_report
+from inline_kernels.loader import source as loader_source
 from inline_kernels.loader import toolchain as loader_toolchain
 from inline_loader import BuildError
 from loading import (
@@ -496,6 +497,14 @@ EXPORT void run(float* y, int64_t n) {{ for (int64_t i = 0; i < n; i++) y[i] = s
     assert "of_a_gpu is not compiled: it needs a GPU of compute capability 99.0, and " in printed[11]
     assert printed[12] == "None\n"
     assert notebook.cells[13].outputs[-1].evalue == "expected --part, --needs or --only, got --parts"
+
+
+def test_parts_that_include_one_another():
+    parts = {"a": '#pragma once\n#include "b"\nA', "b": '#include "a"\nB'}
+    found = loader_source.with_cells('#include "b"\n#include "a"\n#include <c>\n', parts)
+    assert [line for line in found.splitlines() if line] == ["A", "B", "#include <c>"]
+    with pytest.raises(ValueError, match="expected nothing beside --part"):
+        cells.Request.of("f --part A=1")
 
 
 @pytest.mark.parametrize("has", [None, (7, 5), (8, 0), (9, 0), (12, 0)])

@@ -10,7 +10,6 @@ import re as _re
 import sys as _sys  # noqa: F401, for what export.py writes
 import tempfile as _tempfile
 import time as _time
-import weakref as _weakref
 
 import torch
 from torch import nn
@@ -39,9 +38,6 @@ _LAUNCHERS = {
 }
 _LAUNCHERS = {name: dict(given) for name, given in _LAUNCHERS.items()}  # types by name
 _HOOKS = [key for key in vars(nn.Module()) if _re.match("_(for|back)ward.*_hooks$", key)]
-_KNOWN = (
-    _weakref.WeakKeyDictionary()
-)  # by model, what was seen of it when the kernels could last stand for it
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _CODE = _hashlib.sha256(_re.sub(r"//.*|/\*(?s:.*?)\*/|\s", "", _FORMULA[1]).encode()).hexdigest()[:16]
 _TRAINS = {_AS_WRITTEN}  # digests of code whose gradient is right
@@ -137,7 +133,7 @@ def _function(name, build, tf32):
 def _launch(name, given, shapes=(), build=None):
     """Runs a launcher with what is given by its parameters' names, and adds what it writes: of these shapes, else of so many elements as the
     function <name>_size says. Returns what it returns."""
-    values, build = [], build or name
+    values, build, copies = [], build or name, []
     for each, kind in _LAUNCHERS[name].items():
         dtype = _TYPES[kind[:-1].partition("<")[2]] if kind[-1] == ">" else None
         if each == "stream":
@@ -149,9 +145,13 @@ def _launch(name, given, shapes=(), build=None):
         if kind[:3] == "In<":
             value = value.to(dtype).contiguous()
             value = value.clone() if value.data_ptr() % 16 else value
+        elif dtype and (value.dtype != dtype or not value.is_contiguous()):  # running statistics
+            copies.append((value, value := value.to(dtype, copy=True).contiguous()))
         values.append(value)
     if problem := _function(name, build, _tf32())(_ctypes.addressof(result := _ctypes.c_int64()), *values):
         raise RuntimeError(f"{name}: {problem.decode()}")
+    for written, copy in copies:
+        written.copy_(copy)
     return result.value
 
 
@@ -220,7 +220,7 @@ class _Function(torch.autograd.Function):
 
 def _kind(t):
     plain = type(t) in (torch.Tensor, nn.Parameter)
-    return (t.dtype, [*t.shape]) if plain else "a number" if isinstance(t, (int, float)) and t == t else t
+    return (t.dtype, (*t.shape,)) if plain else "a number" if isinstance(t, (int, float)) and t == t else t
 
 
 def _described(model, x):
@@ -257,7 +257,8 @@ def _seen(model, x):
     alike += [torch.is_autocast_enabled(_DEVICE), bool(nn.modules.module._has_any_global_hook())]
     for module in model.modules():
         values, tensors = vars(module), [*module._parameters.values(), *module._buffers.values()]
-        same += [type(module), type(module).forward, *values.values(), *tensors]
+        same += [type(module), type(module).forward, *tensors]
+        same += [value for key, value in values.items() if key != "_seen"]
         alike += [(t.dtype, t.device, t.shape) for t in tensors if t is not None]
         alike += [*module._parameters, *module._buffers, *[key for key in _HOOKS if values[key]]]
     return same, alike
@@ -266,7 +267,7 @@ def _seen(model, x):
 def _checked(model, x):
     """The model's dropouts by their names, and its batch norms, where the kernels can stand for it."""
     same, alike = _seen(model, x)
-    known = _KNOWN.get(model)
+    known = vars(model).get("_seen")
     if known and known[1] == alike and len(known[0]) == len(same) and all(map(_operator.is_, known[0], same)):
         return known[2:]
     dropouts = [(path, each) for path, each in model.named_modules() if isinstance(each, nn.Dropout)]
@@ -277,15 +278,22 @@ def _checked(model, x):
         if (own := found.get(what)) != expected:
             raise RuntimeError(f"ModelNew can't run: {what} is {own}, its kernels are for {expected}")
     norms = [each for each in model.modules() if isinstance(each, _BatchNorm)]
-    if not any(
-        [isinstance(each, (list, dict, set, torch.Tensor)) for each in found.values()]
-    ):  # which may change
-        _KNOWN[model] = same, alike, dropouts, norms
+    vars(model).pop("_seen", None)
+    if all(map(_is_fixed, found.values())):  # others may change and stay the same objects
+        vars(model)["_seen"] = same, alike, dropouts, norms
     return dropouts, norms
+
+
+def _is_fixed(value):
+    kinds = int, float, str, bytes, type(None), type, torch.dtype, torch.device, type(_is_fixed)
+    return all(map(_is_fixed, value)) if isinstance(value, tuple) else isinstance(value, kinds)
 
 
 class ModelNew(Model):
     """Model by the kernels above. Where they can't stand for it, a call raises RuntimeError and says why."""
+
+    def __getstate__(self):  # without what was seen
+        return {key: value for key, value in vars(self).items() if key != "_seen"}
 
     def forward(self, x):
         if not isinstance(x, torch.Tensor):
@@ -318,14 +326,17 @@ def check(batch_size=2, draws=3):
         value = same[0] * (1 + torch.randn_like(same[0]) / 4) + torch.randn_like(same[0]) / 10
         [p.data.copy_(value) for p in same]
     x, found = torch.randn(batch_size, *_SIZES, dtype=_DTYPE, device=_DEVICE), []
-    dy, names = torch.randn_like(models[1](x)), [f"{name}.grad" for name, _ in models[0].named_parameters()]
+    dy = torch.randn(_result(x.shape)).to(x)
+    names = [f"{name}.grad" for name, _ in models[0].named_parameters()]
     for model in models:
         inputs = [x.to(next(model.parameters()).dtype, copy=True).requires_grad_(), *model.parameters()]
         y = model(inputs[0])
         found.append([y.detach(), *torch.autograd.grad(y, inputs, dy.to(y.dtype), materialize_grads=True)])
         with torch.no_grad():
             found[-1].append(model(inputs[0]))
-    for name, *both, exact in zip(["y", "x.grad", *names, "y without gradients"], *found):
+        found[-1] += [t for t in model.buffers() if t.is_floating_point()]  # running statistics
+    names += ["y without gradients", *[key for key, t in models[0].named_buffers() if t.is_floating_point()]]
+    for name, *both, exact in zip(["y", "x.grad", *names], *found):
         ours, theirs, size = [float((t.double() - exact).norm()) for t in both] + [float(exact.norm())]
         print(f"{name}: error {ours:.1e}, Model's {theirs:.1e}, of {size:.1e}")
         if not ours <= 2 * theirs + 1e-6 * size:

@@ -27,6 +27,7 @@ import hashlib
 import inspect
 import json
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,6 @@ from torch import nn
 import models
 from inline_kernels import problem as problems
 from inline_kernels.engine import cases, library, mainloops, precision, programs, schedule, stored, tiling
-from inline_kernels.engine.capture import capture
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
 from inline_kernels.engine.naming import identifier
@@ -130,7 +130,10 @@ def cell_of(
     except ValueError:
         if not is_file:
             raise
-    return cell(text, model, x, generated(model, x, device, by_our_own=True), device)
+    kernels = generated(model, x, device, by_our_own=True)
+    if variant and not kernels.chosen_for:
+        raise ValueError("no convolution of our own is expected to be faster than the library's here")
+    return cell(text, model, x, kernels, device)
 
 
 def notebook(text: str) -> str:
@@ -151,15 +154,7 @@ def notebook(text: str) -> str:
 def generated(model: nn.Module, x: torch.Tensor, device: str, by_our_own: bool = False) -> Kernels:
     """What the engine writes for what follows the library's convolution. by_our_own: with convolutions of our own, where they are expected to be
     faster on the GPU that is here. Raises ValueError where more than that is to be computed."""
-    structure = structure_of(fuse(model), (x,), {})
-    if structure.reason:
-        raise ValueError(f"no kernels serve it: {structure.reason}")
-    targets = [n.target for n in structure.graph.nodes if n.op not in ("placeholder", "output")]
-    outside = [getattr(each, "__name__", str(each)) for each in targets if not isinstance(each, Segment)]
-    if outside or len(structure.parts) > 1:
-        segments = [f"the convolution {part.name}" for part in structure.parts[1:]]
-        raise ValueError(f"its first convolution's kernels leave to PyTorch: {', '.join(segments + outside)}")
-    segment = structure.parts[0].segment
+    segment = _only_segment(model, x)
     weight = model.get_parameter(segment.parameters[0])
     around = library.padding(segment.conv, weight)
     refused = {
@@ -206,6 +201,19 @@ def generated(model: nn.Module, x: torch.Tensor, device: str, by_our_own: bool =
         gradients=shared,
         chosen_for=_chosen_for(x, defines) if own else "",
     )
+
+
+def _only_segment(model: nn.Module, x: torch.Tensor) -> Segment:
+    """What all that a model computes is. Raises ValueError where there is more, or nothing."""
+    structure = structure_of(fuse(model), (x,), {})
+    if structure.reason:
+        raise ValueError(f"no kernels serve it: {structure.reason}")
+    targets = [n.target for n in structure.graph.nodes if n.op not in ("placeholder", "output")]
+    outside = [getattr(each, "__name__", str(each)) for each in targets if not isinstance(each, Segment)]
+    if outside or len(structure.parts) > 1:
+        segments = [f"the convolution {part.name}" for part in structure.parts[1:]]
+        raise ValueError(f"its first convolution's kernels leave to PyTorch: {', '.join(segments + outside)}")
+    return structure.parts[0].segment
 
 
 def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor) -> dict[str, dict]:
@@ -319,18 +327,33 @@ def _sized(text: str, name: str, plan: schedule.Plan, program, segment) -> str:
 def composed(problem, x: torch.Tensor, device: str) -> Kernels:
     """The composed source of a problem's formula. Raises ValueError where there is none, or for sizes that it isn't for."""
     with torch.random.fork_rng():
-        model = problem.Model(*problem.get_init_inputs())
-    (segment,) = capture(model, model.training, x.dim()).segments
+        model = problem.Model(*problem.get_init_inputs()).to(x.dtype)
+    segment = _only_segment(model, x)
     written = written_for(segment)
-    if written is None:
+    if written is None or not _is_named_so(written, segment, model):
         raise ValueError("there are no fused kernels for its formula")
-    weight, conv = model.get_parameter(segment.parameters[0]), model.conv
-    mainloop = mainloops.SOURCES[written.mainloop]
+    mainloop, weight = mainloops.SOURCES[written.mainloop], model.get_parameter(segment.parameters[0])
     if obstacle := mainloop.obstacle(x, weight, True, written):
         raise ValueError(f"expected sizes that its fused kernels run, got others: {obstacle}")
-    settings = conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups
+    conv, nothing = segment.conv, (0,) * segment.conv.nd
+    settings = conv.stride, nothing, conv.dilation, False, nothing, conv.groups  # a formula has no padding
     defines = mainloop.defines(x, weight, "cell", written) | written.macros
-    return Kernels(read(written.path(device)), "conv.weight", settings, written.folder, defines)
+    return Kernels(read(written.path(device)), segment.parameters[0], settings, written.folder, defines)
+
+
+def _is_named_so(written, segment: Segment, model: nn.Module) -> bool:
+    """Are a source's names those of the attributes that stand at their places in the formula? A cell finds them by these."""
+    tensors = zip(written.tensors, map(identifier, [*segment.parameters, *segment.buffers]))
+    if not all(own in ("weight", name) for own, name in tensors):
+        return False
+    paths = _paths(model)
+
+    def is_so(own: str, hole) -> bool:
+        if hole.name:
+            return identifier(hole.name) == own
+        return own in paths and operator.attrgetter(paths[own])(model) == hole.value
+
+    return all(own.isupper() or is_so(own, hole) for own, hole in written.numbers.items())
 
 
 def _text_of(problem) -> str:
@@ -358,15 +381,21 @@ def get_init_inputs():
 # ------------------------------------------------------------------------------------------------------- the file's parts
 
 
-def _arguments(model: nn.Module, kernels: Kernels, formula: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Of each parameter of the launchers that is Model's attribute, which; and by what names they give gradients. Raises ValueError for
-    launchers that cell_host.py doesn't understand."""
+def _paths(model: nn.Module) -> dict[str, str]:
+    """Attributes by their names with underscores for dots."""
     paths = {}
     for owner, module in model.named_modules():
         for name in filter(
             re.compile("[^_]").match, {**vars(module), **module._parameters, **module._buffers}
         ):
             paths[identifier(f"{owner}.{name}".lstrip("."))] = f"{owner}.{name}".lstrip(".")
+    return paths
+
+
+def _arguments(model: nn.Module, kernels: Kernels, formula: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Of each parameter of the launchers that is Model's attribute, which; and by what names they give gradients. Raises ValueError for
+    launchers that cell_host.py doesn't understand."""
+    paths = _paths(model)
     paths |= {f"{name}_given": path for name, path in paths.items()}  # numbers of the engine's launchers
     paths["weight"], buffers = kernels.weight, {identifier(name) for name, _ in model.named_buffers()}
     launchers = parse_launchers(formula)

@@ -42,7 +42,7 @@ class Request:
 
     @classmethod
     def of(cls, line: str) -> Request:
-        """Raises ValueError for an option that there is not."""
+        """Raises ValueError for an option that there is not, or that means nothing there."""
         name, *words = line.split() or [""]
         defines, options = {}, {}
         while words:
@@ -57,6 +57,10 @@ class Request:
                 raise ValueError(f"expected --part, --needs or --only, got {word}")
             else:
                 key, _, defines[key] = word.partition("=")
+        if "part" in options and (defines or len(options) > 1):
+            raise ValueError(
+                "expected nothing beside --part: its text is compiled with the cells that include it"
+            )
         return cls(name, macros(defines), **options)
 
     @property

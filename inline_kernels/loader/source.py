@@ -350,11 +350,16 @@ def gather(
 
 
 def with_cells(source: str, cells: Mapping[str, str]) -> str:
-    """`source` with the texts that it includes by the names of `cells` in their places."""
+    """`source` with the texts that it includes by the names of `cells` in their places, each once, at the first."""
+    there: set[str] = set()
 
     def text(include: re.Match) -> str:
         name = include[1]
-        return with_cells(cells[name], cells).strip("\n") if name in cells else include[0]
+        if name not in cells or name in there:
+            return "" if name in there else include[0]
+        there.add(name)
+        own = re.sub(r"^[ \t]*#[ \t]*pragma once[ \t]*$", "", cells[name], flags=re.M)
+        return _QUOTED.sub(text, own).strip("\n")
 
     return _QUOTED.sub(text, source)
 
