@@ -152,6 +152,7 @@ FAULTS = [
     Fault("inline_kernels/engine/inside.py", "if not case.last and not _stays_in_planes(case):", "if False:", "test_engine_inside.py -k planes"),
     Fault("inline_kernels/engine/layouts.py", "return self._launched(turn, False) if lies_so else None", "return None", "test_engine_between.py -k lies_otherwise"),
     Fault("inline_kernels/engine/programs.py", 'node, node.space, "parameter") for name', 'node, node.space, "real") for name', "test_engine_source.py -k statistics_of_16_bits"),
+    Fault("inline_kernels/export/export.py", " and not segment.random:", ":", "test_export.py -k nothing_is_dropped"),
     Fault("inline_kernels/export/export.py", '("Tail", "Whole")', '("Tail", "Tail")', "test_export.py -k our_own"),
     Fault("inline_kernels/export/cell_host.py", "known[1] == alike and ", "", "test_export.py"),
     Fault("inline_kernels/engine/layouts.py", "return cls(turn, rounds) if rounds", "return cls(turn, False) if rounds", "test_engine_chain.py -k turned_together"),

@@ -99,6 +99,18 @@ class Normed(nn.Module):
         return self.norm(self.conv(x)) * self.scale
 
 
+class NormedDropped(nn.Module):
+    """y = dropout(group_norm(conv(x))) * scale."""
+
+    def __init__(self, channels_in, channels, scale):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels_in, channels, 3), nn.GroupNorm(2, channels)
+        self.drop, self.scale = nn.Dropout(0.25), scale
+
+    def forward(self, x):
+        return self.drop(self.norm(self.conv(x))) * self.scale
+
+
 class Activated(nn.Module):
     """y = relu(conv(x)) * scale + bias."""
 
@@ -793,26 +805,34 @@ def test_a_written_source_stands_for_its_own_formula_alone(Model, message):
         export.composed(file, x, "cuda")
 
 
+@pytest.fixture
+def by_our_own(gpu, on_the_cpu, monkeypatch):  # noqa: F811
+    """by_our_own(Model) gives the launchers, with their parameters, and the names of the cell that is exported on a GPU of capability 8.0."""
+
+    def cell(Model):
+        given, shape, launchers = (8, 16, 0.5), (2, 8, 14, 22), {}
+        problem = SimpleNamespace(Model=Model, input_shape=shape, get_init_inputs=lambda: [*given])
+
+        def text():
+            gpu()
+            monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
+            model, x = Model(*given), torch.empty(shape, device="meta")
+            own = export.generated(model, x, "cuda", by_our_own=True)._replace(place=export.KERNELS)
+            found = loader_source.parse_launchers(own.source)
+            launchers.update({each.name: {p.name for p in each.parameters} for each in found})
+            return export.cell(export._text_of(problem), model, x, own, "cuda")
+
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        return launchers, on_the_cpu("", text)
+
+    return cell
+
+
 @pytest.mark.parametrize("Model", [Activated, Normed])
-def test_convolutions_of_our_own_in_the_emulation(Model, gpu, on_the_cpu, monkeypatch):  # noqa: F811
+def test_convolutions_of_our_own_in_the_emulation(Model, by_our_own, monkeypatch):
     """Where nothing is kept, y by one launcher, and else v; running statistics as Model's; only for what they were chosen for."""
-    given, shape = (8, 16, 0.5), (2, 8, 14, 22)
-    problem = SimpleNamespace(Model=Model, input_shape=shape, get_init_inputs=lambda: [*given])
-
-    def text():
-        gpu()
-        monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
-        model, x = Model(*given), torch.empty(shape, device="meta")
-        own = export.generated(model, x, "cuda", by_our_own=True)._replace(place=export.KERNELS)
-        assert {"forward", "convolve", "forward_saving"} <= {
-            each.name for each in loader_source.parse_launchers(own.source)
-        }
-        assert "v" not in re.search(r"EXPORT void forward\((.*)\)", own.source)[1].split()
-        return export.cell(export._text_of(problem), model, x, own, "cuda")
-
-    capability = (8, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    names = on_the_cpu("", text)
+    launchers, names = by_our_own(Model)
+    assert {"forward", "convolve", "forward_saving"} <= launchers.keys() and "v" not in launchers["forward"]
     names["check"]()
     ours, theirs, x = pair(names)
     with torch.no_grad():
@@ -823,9 +843,19 @@ def test_convolutions_of_our_own_in_the_emulation(Model, gpu, on_the_cpu, monkey
     if Model is Normed:
         with pytest.raises(RuntimeError, match="can't run: norm.training is False"):
             ours.eval()(x)
-    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(RuntimeError, match=r"the GPU is capability 9.0, its kernels are for capability 8.0"):
         copy.deepcopy(ours).train()(x)
+
+
+def test_nothing_is_dropped_in_evaluation_by_our_own(by_our_own):
+    launchers, names = by_our_own(NormedDropped)
+    assert "convolve" in launchers
+    names["check"]()
+    ours, theirs, x = pair(names)
+    with torch.no_grad():
+        assert abs((ours(x) == 0).float().mean() - 0.25) < 0.05
+        torch.testing.assert_close(ours.eval()(x), theirs.eval()(x), atol=1e-5, rtol=1e-5)
 
 
 def test_fused_dropout_in_the_emulation(on_the_cpu):

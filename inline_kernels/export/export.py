@@ -38,7 +38,7 @@ from torch import nn
 
 import models
 from inline_kernels import problem as problems
-from inline_kernels.engine import cases, library, mainloops, precision, programs, schedule, stored, tiling
+from inline_kernels.engine import between, cases, library, mainloops, programs, schedule, stored, tiling
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
 from inline_kernels.engine.naming import identifier
@@ -222,7 +222,7 @@ def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor) -> dict[str
     fast, found = fuse(copy.deepcopy(model).to("cuda" if torch.cuda.is_available() else "cpu")), {}
     with torch.no_grad():
         (decision,) = structure_of(fast, (x,), {}).decisions(fast, (x,), {})
-    if decision.runs in ("direct", "sinks"):
+    if decision.runs in ("direct", "sinks") and not segment.random:  # whose launchers always drop
         found["forward"] = dict(decision.requests[0])
     shape, weight = x.shape, fast.get_parameter(segment.parameters[0])
     case = cases.Case(segment, (library.without_memory(weight, shape, x.dtype), weight), True, x.dtype)
@@ -231,17 +231,10 @@ def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor) -> dict[str
         found["convolve"] = request | {"source": _convolving(request["source"])}
     except schedule.Unsupported:
         pass
-    settings = (
-        segment.conv.stride,
-        [before for before, _ in library.padding(segment.conv, weight)],
-        segment.conv.dilation,
-    )
-    runs_tf32 = precision.runs_tf32(case.x, weight, "forward", precision.Settings(*settings))
+    runs_tf32 = between.runs_tf32(segment, case.x, weight)  # where all but TF32 takes eager's error for ours
     for launcher, request in [*found.items()]:
         follows = [each.name for each in parse_launchers(request["source"])] != [launcher]  # another pass
-        if (
-            follows or runs_tf32 and str(request["defines"].get("SPLIT")) != "0"
-        ):  # others take eager's error for ours
+        if follows or runs_tf32 and str(request["defines"].get("SPLIT")) != "0":
             del found[launcher]
     of_both = [set(request["defines"].items()) for request in found.values()]
     if len({macro for macro, _ in set().union(*of_both)}) < len(set().union(*of_both)):
