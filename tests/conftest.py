@@ -49,7 +49,7 @@ settings.load_profile("tests")
 LONG = (
     "engine_source notebooks engine_gradients export models kernels_compile emulated engine_fuse judge engine_between backward_min_add "
     "engine_direct engine_chain loader_cache semantics engine_sinks compare planning_min_add engine_cpu engine_strips distributed operators "
-    "fifth_problem ecosystem engine_joining loader_source checks networks engine_stored"
+    "fifth_problem ecosystem engine_joining loader_source checks networks engine_stored export_gpu depthwise"
 ).split()
 
 
