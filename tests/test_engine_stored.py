@@ -203,6 +203,7 @@ def dropped(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
 
 NAMES = ["global mean", "norm", "nonlinear norm", "instance norm", "norm, mean", "norm, logsumexp"]
 FIRST = {name: REDUCING[name][0] for name in NAMES} | {"batch norm": batch_norm, "norm, dropout": dropped}
+POINTWISE = {"pointwise": lambda m, v: F.gelu(v * m.number)}  # y itself is beside v; direct would take it
 
 
 @pytest.fixture
@@ -213,7 +214,7 @@ def beside(device, monkeypatch):  # noqa: F811
         _, architecture, filters, size, settings = LAYERS[mainloop]
         device(architecture), only_through(mainloop, monkeypatch)
         monkeypatch.setattr(sinks, "MOST_BESIDE", 1000)
-        model = model_of(filters, FIRST[name], **settings).train()
+        model = model_of(filters, {**FIRST, **POINTWISE}[name], **settings).train()
         return model, numerics.random_input((3, filters[1], *size))
 
     return build
@@ -233,8 +234,12 @@ def test_the_first_pass_beside_v(name, mainloop, beside):
         torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_kept_beside_v_is_what_load_keeps(beside):
-    model, x = beside("narrow2d", "norm, logsumexp")
+@pytest.mark.parametrize(
+    "mainloop, name", [("narrow2d", "norm, logsumexp"), ("narrow2d", "pointwise"), ("narrow3d", "pointwise")]
+)
+def test_what_is_kept_beside_v_is_what_load_keeps(mainloop, name, beside, device):  # noqa: F811
+    model, x = beside(mainloop, name)
+    device(900)  # has room for the rows of two results
     case = Case(*given(model, x), True, x.dtype)
     (load, own), found = stored.requests(case), stored.plan(case)
     assert load == schedule.requests(case)[0] and own["name"].startswith("sinks_")

@@ -196,10 +196,13 @@ def _rows_shared(job: Job, tiles: int) -> int:
     weight, itemsizes = job.weight, [each.itemsize for each in job.dtypes]
     if not job.sinks:
         return tiling.rows_shared(weight, tiles, *itemsizes)
-    reductions = [sink.reduction for own in job.sinks for sink in own if sink.kind == "channels"]
-    words = max([0, *[1 + (each == "reduce::LogSumExp") for each in reductions]])
-    stored = max(job.x.element_size(), *itemsizes) if job.is_stored else 0
-    return tiling.sinks_shared(weight, tiles, words, stored)
+    largest = max(job.x.element_size(), *itemsizes)
+
+    def of_pass(sinks: Sequence) -> int:
+        words = sum(1 + (sink.reduction == "reduce::LogSumExp") for sink in sinks if sink.kind == "channels")
+        return tiling.sinks_shared(weight, tiles, words, [largest for sink in sinks if sink.kind == "store"])
+
+    return max(of_pass(sinks) for sinks in job.sinks)
 
 
 def _row_tiles(job: Job) -> int:
@@ -384,8 +387,12 @@ def _narrow2d(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
 
 
 def _narrow3d(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
+    stored = [sink for sink in sinks if sink.kind == "store"]
+
     def types(vectors: str) -> list[str]:
-        return [_type(sink, "reduce::narrow3d::", f"store::Runs<{{1}}, {{0}}, {vectors}>") for sink in sinks]
+        own = {id(sink): "store::Beside<{1}, {0}>" for sink in stored[1:]}
+        runs = f"store::Runs<{{1}}, {{0}}, {vectors}>"
+        return [_type(sink, "reduce::narrow3d::", own.get(id(sink), runs)) for sink in sinks]
 
     def launched(vectors: str) -> str:
         given = ", ".join(_value(number, *each) for each in zip(sinks, types(vectors)))
@@ -396,7 +403,6 @@ def _narrow3d(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
         f"const auto planes_{number} = conv::narrow3d::convolution<Conv>(x, weight, sizeof({storage}), true, N);",
         f"const int64_t parts_{number} = planes_{number}.slots();",
     ]
-    stored = [sink for sink in sinks if sink.kind == "store"]
     if not stored:
         return planned, [launched("true")]
     fits = f"store::vectors_fit_runs(pointer<{stored[0].element}>({stored[0].array.name}), planes_{number})"

@@ -229,11 +229,11 @@ def rows_shared(weight: Tensor, tiles: int, *itemsizes: int) -> int:
     return _TEAMS * ((kh + 1) * _row_bytes(channels, tiles) + _CHANNELS * of_rows)
 
 
-def sinks_shared(weight: Tensor, tiles: int, words: int, itemsize: int) -> int:
-    """The same, at most, of sinks that reduce: of each team and word of what is reduced over channels a row for eight lanes of a warp; where
-    results are stored, of `itemsize`, their rows."""
+def sinks_shared(weight: Tensor, tiles: int, words: int, itemsizes: Sequence[int]) -> int:
+    """The same, at most, of the sinks of one pass: of each team and word of what is reduced over channels a row for eight lanes of a warp; of
+    each result that is stored, of `itemsizes`, its rows."""
     reduced = words * _CHANNELS // 2 * (COLUMNS + 8) * 4
-    return rows_shared(weight, tiles, 0) + _TEAMS * (reduced + (_CHANNELS * COLUMNS * itemsize))
+    return rows_shared(weight, tiles, 0, *itemsizes) + _TEAMS * reduced
 
 
 def windows_shared(weight: Tensor, width: int) -> int:
