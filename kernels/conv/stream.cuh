@@ -148,17 +148,17 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
 
   const Scratch<int32_t> exponents(Conv::kPaddedOut, stream);
   const Scratch<uint4> packed_weight(Conv::kPackedWeights, stream);
-  pack_views_weight_kernel<Conv><<<Conv::kPaddedOut, kPackThreads, 0, stream>>>(
-      packed_weight, exponents, largest, weight, N);
+  const Scales<Operands> scales{largest, N};
+  pack_views_weight_kernel<Conv><<<Conv::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
   // The last tile's patches end behind the last pixel.
   const Scratch<uint4> packed(N * pixels * Conv::kUnits + Conv::kTilePositions + at.patch, stream);
-  pack_views<Conv>(packed, largest, x, N, at, stream);
-  convolve_views<Loop>({out, more, packed_weight, packed, exponents, largest, tail, int(N), stages, at}, stream);
+  pack_views<Conv>(packed, scales, x, at, stream);
+  convolve_views<Loop>({out, more, packed_weight, packed, exponents, scales, tail, int(N), stages, at}, stream);
   if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Conv::kPaddedOut});
 }
 
-// x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest (N) becomes the bits of each
-// sample's largest magnitude, where operands are single its largest finite one. Where channels last values are
+// x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest is what Scales read, of which (N) become
+// the bits of each sample's largest magnitude, where operands are single its largest finite one. Where channels last values are
 // operands as they are, C is a multiple of 8. kFolded: taps of a row whose pixels are one row of operands, all of it
 // where columns are neighbours, or 1; or kViews. behind(Doubts) computes again what a float16 can't hold.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
@@ -207,16 +207,16 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
 
   const Scratch<int32_t> exponents(Loop::kPaddedOut, stream);
   const Scratch<uint4> packed_weight(Loop::kPackedWeights, stream);
-  pack_stream_weight_kernel<Conv><<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(
-      packed_weight, exponents, largest, weight, N);
+  const Scales<Operands> scales{largest, N};
+  pack_stream_weight_kernel<Conv><<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
   const Scratch<uint4> packed(kLast ? 0 : N * rows.S * (Loop::kPixel / 8), stream);
   const operand_t* operands = reinterpret_cast<const operand_t*>(packed.data);
   if constexpr (kLast) operands = reinterpret_cast<const operand_t*>(x.data);
-  else pack_image<Conv>(packed, largest, x, N, rows, stream);
+  else pack_image<Conv>(packed, scales, x, rows, stream);
   const auto image = image_map<Filter::kDims, Loop::kGroup>(operands, N, sizes[0], sizes[1], rows.pitch,
                                                             Loop::kPixel, taps, outputs, Loop::kFetched, kFolded);
   convolve_stream<Loop>(
-      image, {out, more, packed_weight, exponents, largest, tail, int(N), int(OD), int(OH), int(OW), outputs,
+      image, {out, more, packed_weight, exponents, scales, tail, int(N), int(OD), int(OH), int(OW), outputs,
               {walk.stride[0], walk.stride[1], walk.stride[2]}}, stream);
   if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Loop::kPaddedOut});
 }
@@ -232,7 +232,7 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
   static_assert(!kLast || !Operands::kScaled, "what is computed again lies in planes");
   static_assert(!kResultsLast || Pool::kArea == 1 || !Operands::kScaled, "so do windows");
   using Values = Walked<Filter, typename Operands::value_t>;
-  const Scratch<uint32_t> largest(x.size(0), stream);
+  const Scratch<uint32_t> largest(Scales<Operands>::kOfSample * x.size(0), stream);
   const auto behind = [&](const Doubts& doubts) {
     const Values v(x, weight, walk);
     if constexpr (Pool::kArea > 1) {

@@ -74,25 +74,41 @@ struct Stream : Operands_ {
     if (kProducts == 2) return {at % 8, !second ? 0 : at < 8 ? 1 : kParts, tap};
     return {at, 0, tap};
   }
+};
+
+// The exponents of samples' scales, from the bits of magnitudes. Where operands look ahead (grad/stream_input.cuh) the first one is that of what
+// was `seen` in a part of a sample, else the same for all.
+template <class Operands> struct Scales {
+  static constexpr int kOfSample = Operands::kLooksAhead ? 2 : 1;  // words
+  uint32_t* largest;  // (N); behind them what was seen (N)
+  int64_t N;
+
+  HOST_DEVICE uint32_t* seen() const { return largest + N; }
+  __device__ __forceinline__ int first(int64_t n) const {
+    if constexpr (Operands::kLooksAhead) return Operands::first_exponent(seen()[n]);
+    else return Operands::kFirstExponent;
+  }
   // An infinite magnitude marks a sample that is computed again.
-  static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
-    return largest >= __float_as_uint(INFINITY) ? Operands::kFirstExponent : Operands::sample_exponent(largest);
+  __device__ __forceinline__ int last(int64_t n) const {
+    if (largest[n] >= __float_as_uint(INFINITY)) return first(n);
+    if constexpr (Operands::kLooksAhead) return Operands::last_exponent(seen()[n], largest[n]);
+    else return Operands::sample_exponent(largest[n]);
   }
 };
 
 // --------------------------------------------------------------------------------------------------- weights
 
-// A block per output channel, a thread per 8 operands of a copy; padding channels are 0. Also clears
-// largest (N).
+// A block per output channel, a thread per 8 operands of a copy; padding channels are 0. Also clears what Scales
+// read.
 constexpr int kPackThreads = 256;
 template <class Conv>
 __global__ void __launch_bounds__(kPackThreads)
-pack_stream_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest,
-                          const typename Conv::value_t* weight, int64_t N) {
+pack_stream_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv::Operands> scales,
+                          const typename Conv::value_t* weight) {
   constexpr int kCopies = Conv::kCopies, kBlockChannels = Conv::kBlockChannels;
   const int channel = blockIdx.x;
   const bool real = channel < Conv::kChannelsOut;
-  const int exponent = channel_exponent<Conv>(exponents, largest, weight, N, channel, real);
+  const int exponent = channel_exponent<Conv>(exponents, scales.largest, weight, scales.kOfSample * scales.N, channel, real);
   const int block = channel / kBlockChannels;
   constexpr int kUnits = Conv::kGroup / 8, kRows = Conv::kWeightRows;  // of a row; of a copy
   for (int i = threadIdx.x; i < Conv::kGroups * kCopies * kUnits * (kRows / kBlockChannels); i += kPackThreads) {
@@ -118,61 +134,89 @@ pack_stream_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest,
 
 constexpr int kImageThreads = 256, kImagePatch = 64;  // channels and positions of a block
 
-// x (N, kChannelsIn, S) to packed (N, S, kPixel) under the scale 2^kFirstExponent, and largest[n] = the bits of
-// the largest magnitude of sample n; where operands are single, the largest finite one. Grid: positions, channels,
-// samples.
+constexpr int kRun = 64, kLooksAt = 32;  // positions side by side, and one of so many such runs, are looked at ahead
+
+// scales.seen()[n] = the bits of the largest finite magnitude in a part of sample n: of each channel elsewhere. Grid: shares
+// of a sample, samples.
 template <class Conv>
 __global__ void __launch_bounds__(kImageThreads)
-pack_image_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, int64_t S) {
+look_ahead_kernel(Scales<typename Conv::Operands> scales, const float* x, int64_t S) {
+#if __CUDA_ARCH__ >= 800
+  constexpr int C = Conv::kChannelsIn;
+  const int64_t all = (S + kRun - 1) / kRun, step = min(all, int64_t(kLooksAt)), runs = (all + step - 1) / step;
+  for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
+    float largest = 0.f;
+#pragma unroll 4
+    for (int64_t i = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; i < C * runs * kRun; i += gridDim.x * kImageThreads) {
+      const int64_t run = i / kRun, c = run / runs, position = (c % step + run % runs * step) * kRun + i % kRun;
+      if (position < S) largest = larger_magnitude(largest, x[(n * C + c) * S + position]);
+    }
+    raise_largest(scales.seen() + n, largest);
+  }
+#endif
+}
+
+// x (N, kChannelsIn, S) to packed (N, S, kPixel) under samples' first scales, and scales.largest[n] = the bits of
+// the largest magnitude of sample n; where operands are single, the largest finite one. Or, kAgain, the samples which
+// that scale does not fit. Grid: positions, channels, samples.
+template <class Conv, bool kAgain>
+__global__ void __launch_bounds__(kImageThreads)
+pack_image_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x, int64_t S) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kPitch = kImagePatch / 2 + 1;  // words of two channels; no conflicts
   constexpr int kParts = Conv::kParts;
   __shared__ uint32_t patch[kParts][kImagePatch * kPitch];
   using operand_t = typename Conv::operand_t;
   const int first_channel = blockIdx.y * kImagePatch, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t first = int64_t(blockIdx.x) * kImagePatch;
-  for (int64_t n = blockIdx.z; n < N; n += gridDim.z) {
-    const auto* const in = x + (n * Conv::kChannelsIn + first_channel) * S + first;
-    float value[16], largest_magnitude = 0.f;  // of a lane: two channels of two positions, four times
+  for (int64_t n = blockIdx.z; n < scales.N; n += gridDim.z) {
+    int exponent = 0;
+    if constexpr (Conv::kScaled) exponent = scales.first(n);
+    if (kAgain && exponent == scales.last(n)) continue;
+    if (kAgain) exponent = scales.last(n);
+    float largest_magnitude = 0.f;
+    for (int64_t first = int64_t(blockIdx.x) * kImagePatch; first < S; first += int64_t(gridDim.x) * kImagePatch) {
+      const auto* const in = x + (n * Conv::kChannelsIn + first_channel) * S + first;
+      float value[16];  // of a lane: two channels of two positions, four times
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-      const int channel = (i / 4 * 8 + warp) * 2 + i % 2, position = i / 2 % 2 * 32 + lane;
-      const bool real = first_channel + channel < Conv::kChannelsIn && first + position < S;
-      value[i] = real ? float(in[channel * S + position]) : 0.f;
-    }
+      for (int i = 0; i < 16; i++) {
+        const int channel = (i / 4 * 8 + warp) * 2 + i % 2, position = i / 2 % 2 * 32 + lane;
+        const bool real = first_channel + channel < Conv::kChannelsIn && first + position < S;
+        value[i] = real ? float(in[channel * S + position]) : 0.f;
+      }
 #pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-      union { operand_t two[2]; uint32_t word; } pack[kParts];
+      for (int i = 0; i < 16; i += 2) {
+        union { operand_t two[2]; uint32_t word; } pack[kParts];
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float v = value[i + half];
-        if constexpr (Conv::kScaled) {
-          largest_magnitude = kParts == 1 ? larger_magnitude(largest_magnitude, v)
-                                          : fmaxf(largest_magnitude, fabsf(v));
-          v = Conv::scaled(v, power_of_two(Conv::kFirstExponent));
+        for (int half = 0; half < 2; half++) {
+          float v = value[i + half];
+          if constexpr (Conv::kScaled) {
+            largest_magnitude = kParts == 1 ? larger_magnitude(largest_magnitude, v)
+                                            : fmaxf(largest_magnitude, fabsf(v));
+            v = Conv::scaled(v, power_of_two(exponent));
+          }
+          const auto parts = Conv::split(v);
+#pragma unroll
+          for (int part = 0; part < kParts; part++) pack[part].two[half] = parts.part[part];
         }
-        const auto parts = Conv::split(v);
 #pragma unroll
-        for (int part = 0; part < kParts; part++) pack[part].two[half] = parts.part[part];
+        for (int part = 0; part < kParts; part++)
+          patch[part][(i / 2 % 2 * 32 + lane) * kPitch + i / 4 * 8 + warp] = pack[part].word;
       }
+      __syncthreads();  // the patch is there
 #pragma unroll
-      for (int part = 0; part < kParts; part++)
-        patch[part][(i / 2 % 2 * 32 + lane) * kPitch + i / 4 * 8 + warp] = pack[part].word;
-    }
-    if constexpr (Conv::kScaled) raise_largest(largest + n, largest_magnitude);
-    __syncthreads();  // the patch is there
+      for (int i = threadIdx.x; i < kImagePatch * 8; i += kImageThreads) {
+        const int position = i / 8, eight = first_channel / 8 + i % 8;
+        if (first + position >= S || eight >= Conv::kEights) continue;
+        uint4* const to = packed + (n * S + first + position) * (Conv::kPixel / 8) + Conv::unit_of(eight);
 #pragma unroll
-    for (int i = threadIdx.x; i < kImagePatch * 8; i += kImageThreads) {
-      const int position = i / 8, eight = first_channel / 8 + i % 8;
-      if (first + position >= S || eight >= Conv::kEights) continue;
-      uint4* const to = packed + (n * S + first + position) * (Conv::kPixel / 8) + Conv::unit_of(eight);
-#pragma unroll
-      for (int part = 0; part < kParts; part++) {
-        const uint32_t* const from = patch[part] + position * kPitch + i % 8 * 4;
-        to[part * Conv::kPartPitch] = make_uint4(from[0], from[1], from[2], from[3]);
+        for (int part = 0; part < kParts; part++) {
+          const uint32_t* const from = patch[part] + position * kPitch + i % 8 * 4;
+          to[part * Conv::kPartPitch] = make_uint4(from[0], from[1], from[2], from[3]);
+        }
       }
+      __syncthreads();  // it has been read
     }
-    __syncthreads();  // it has been read
+    if constexpr (Conv::kScaled && !kAgain) raise_largest(scales.largest + n, largest_magnitude);
   }
 #endif
 }
@@ -204,17 +248,17 @@ __device__ __forceinline__ void pack_eight(uint4* packed, int64_t part_pitch, co
 // first scale does not fit. Grid: shares of a sample, samples.
 template <class Conv, bool kAgain>
 __global__ void __launch_bounds__(kImageThreads)
-    pack_pixels_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, Rows rows) {
+    pack_pixels_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x, Rows rows) {
 #if __CUDA_ARCH__ >= 800
   const int64_t S = rows.S / rows.pitch * rows.width;
-  for (int64_t n = blockIdx.y; n < N; n += gridDim.y) {
-    int exponent = Conv::kFirstExponent;
-    if (kAgain && (exponent = Conv::sample_exponent(largest[n])) == Conv::kFirstExponent) continue;
+  for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
+    int exponent = 0;
+    if constexpr (Conv::kScaled) exponent = scales.first(n);
+    if (kAgain && exponent == scales.last(n)) continue;
+    if (kAgain) exponent = scales.last(n);
     float largest_magnitude = 0.f;
-    constexpr int kTogether = Conv::kEights <= 4 ? Conv::kEights : 1;  // side by side in memory: whole sectors
-    const int64_t all = rows.S * (Conv::kEights / kTogether), stride = int64_t(gridDim.x) * kImageThreads;
-    for (int64_t i = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; i < all; i += stride) {
-      const int64_t first = i / rows.S * kTogether, pixel = i % rows.S;
+    const int64_t stride = int64_t(gridDim.x) * kImageThreads;
+    for (int64_t pixel = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; pixel < rows.S; pixel += stride) {
       int64_t position = pixel;
       bool inside = true;
       if constexpr (Conv::kFolded > 1) {
@@ -222,37 +266,44 @@ __global__ void __launch_bounds__(kImageThreads)
         position = pixel / rows.pitch * rows.width + column, inside = column >= 0 && column < rows.width;
       }
 #pragma unroll
-      for (int k = 0; k < kTogether; k++) {
-        const int eight = int(first) + k;
+      for (int eight = 0; eight < Conv::kEights; eight++)  // side by side in memory: whole sectors
         pack_eight<Conv, !kAgain>(packed + (n * rows.S + pixel) * (Conv::kPixel / 8) + Conv::unit_of(eight), Conv::kPartPitch,
                                   x + (n * Conv::kChannelsIn + eight * 8) * S + position, S, eight * 8, inside, exponent,
                                   largest_magnitude);
-      }
     }
-    if constexpr (Conv::kScaled && !kAgain) raise_largest(largest + n, largest_magnitude);
+    if constexpr (Conv::kScaled && !kAgain) raise_largest(scales.largest + n, largest_magnitude);
   }
 #endif
 }
 
 // ---------------------------------------------------------------------------------------------------- launch
 
+inline dim3 shares_of(int64_t threads, int64_t N) {
+  // A sample's blocks are few, because each raises a word, but fill a GPU.
+  return dim3(unsigned(min((threads + kImageThreads - 1) / kImageThreads, 4096 / N + 1)), unsigned(min(N, int64_t(65535))));
+}
+
 template <class Conv>
-void pack_image(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, const Rows& rows,
-                cudaStream_t stream) {
-  const unsigned samples = N < 65535 ? N : 65535;
+void look_ahead(const Scales<typename Conv::Operands>& scales, const float* x, int64_t S, cudaStream_t stream) {
+  look_ahead_kernel<Conv><<<shares_of(Conv::kChannelsIn * S / kLooksAt + kRun, scales.N), kImageThreads, 0, stream>>>(scales, x, S);
+}
+
+template <class Conv>
+void pack_image(uint4* packed, const Scales<typename Conv::Operands>& scales, const typename Conv::value_t* x,
+                const Rows& rows, cudaStream_t stream) {
+  const unsigned samples = unsigned(min(scales.N, int64_t(65535)));
+  if constexpr (Conv::kLooksAhead) look_ahead<Conv>(scales, x, rows.S / rows.pitch * rows.width, stream);
   if constexpr (Conv::kEights <= 4) {
-    // A sample's blocks are few, because each raises `largest`, but fill a GPU.
-    const int64_t all = (rows.S + kImageThreads - 1) / kImageThreads;
-    const dim3 grid(min(all, 4096 / N + 1), samples);
-    pack_pixels_kernel<Conv, false><<<grid, kImageThreads, 0, stream>>>(packed, largest, x, N, rows);
+    pack_pixels_kernel<Conv, false><<<shares_of(rows.S, scales.N), kImageThreads, 0, stream>>>(packed, scales, x, rows);
+    if constexpr (Conv::kScaled)
+      pack_pixels_kernel<Conv, true><<<dim3(32, samples), kImageThreads, 0, stream>>>(packed, scales, x, rows);
   } else {
     static_assert(Conv::kFolded == 1, "rows without padding");
-    const dim3 grid((rows.S + kImagePatch - 1) / kImagePatch, ceil_div(Conv::kEights * 8, kImagePatch), samples);
-    pack_image_kernel<Conv><<<grid, kImageThreads, 0, stream>>>(packed, largest, x, N, rows.S);
+    const unsigned channels = ceil_div(Conv::kEights * 8, kImagePatch), patches = unsigned((rows.S + kImagePatch - 1) / kImagePatch);
+    pack_image_kernel<Conv, false><<<dim3(patches, channels, samples), kImageThreads, 0, stream>>>(packed, scales, x, rows.S);
+    if constexpr (Conv::kScaled)
+      pack_image_kernel<Conv, true><<<dim3(min(patches, 32u), channels, samples), kImageThreads, 0, stream>>>(packed, scales, x, rows.S);
   }
-  const dim3 again(32, samples);
-  if constexpr (Conv::kScaled)
-    pack_pixels_kernel<Conv, true><<<again, kImageThreads, 0, stream>>>(packed, largest, x, N, rows);
 }
 
 }  // namespace conv

@@ -59,7 +59,7 @@ template <class Conv, class Tail, class Out, class More> struct StreamArguments 
   More more;
   const uint4* packed_weight;
   const int32_t* exponents;  // (kPaddedOut): weights are scaled by 2^exponent
-  const uint32_t* largest;   // (N): the bits of each sample's largest finite magnitude
+  Scales<typename Conv::Operands> scales;  // of samples
   Tail tail;
   int N, OD, OH, OW;  // of the output
   Walk walk;          // from one output to the next
@@ -73,7 +73,7 @@ template <class Conv, class Pool, class Tail, class Out, class More, int kShared
 struct StreamSm90 : Conv {
   using Arguments = StreamArguments<Conv, Tail, Out, More>;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
-      Conv::kCopies, Conv::kCopiesOfLine, Conv::kDeep, Conv::kDepth, Conv::kFirstExponent, Conv::kGroup, Conv::kGroups, Conv::kImageBytes,
+      Conv::kCopies, Conv::kCopiesOfLine, Conv::kDeep, Conv::kDepth, Conv::kGroup, Conv::kGroups, Conv::kImageBytes,
       Conv::kLastDeep, Conv::kLastSlabs, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSlabs,
       Conv::kSteps, Conv::kTilePositions, Conv::kWeightBytes;
   using typename Conv::Filter, typename Conv::operand_t;
@@ -270,7 +270,7 @@ struct StreamSm90 : Conv {
     for (; from < patch.columns; n++, from = to, to += S) {
       const auto constants_of = [&](int c) {
         ChannelConstants<OfTail> constants(tail, n, c, c < kChannelsOut);
-        if (kScaled) constants.set_exponent(-args.exponents[c] - Conv::sample_exponent(args.largest[n]));
+        if (kScaled) constants.set_exponent(-args.exponents[c] - args.scales.last(n));
         return constants;
       };
       const int channel = patch.channel + lane / 4;

@@ -54,10 +54,6 @@ template <class Filter_, class Operands_> struct Views : Operands_ {
     return {eight, kParts - 1, 0, alone ? first : first + second, alone};
   }
   static HOST_DEVICE constexpr int unit(const Term& term) { return term.of_image * kEights + term.eight; }
-  // An infinite magnitude marks a sample that is computed again.
-  static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
-    return largest >= __float_as_uint(INFINITY) ? Operands::kFirstExponent : Operands::sample_exponent(largest);
-  }
 };
 
 // Pixels of a sample: of a row, a plane, all of them; a plane's rows; where x begins and how large it is; results.
@@ -91,12 +87,12 @@ struct Lattices : Lattice {
 // As pack_stream_weight_kernel: a block per output channel.
 template <class Conv>
 __global__ void __launch_bounds__(kPackThreads)
-pack_views_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest, const typename Conv::value_t* weight,
-                         int64_t N) {
+pack_views_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv::Operands> scales,
+                         const typename Conv::value_t* weight) {
   constexpr int kBlockChannels = Conv::kBlockChannels, kSteps = Conv::kSteps;
   const int channel = blockIdx.x, block = channel / kBlockChannels;
   const bool real = channel < Conv::kChannelsOut;
-  const int exponent = channel_exponent<Conv>(exponents, largest, weight, N, channel, real);
+  const int exponent = channel_exponent<Conv>(exponents, scales.largest, weight, scales.kOfSample * scales.N, channel, real);
   for (int i = threadIdx.x; i < kSteps * Conv::kProducts * 2; i += kPackThreads) {
     const int step = i / (Conv::kProducts * 2);
     const Term term = Conv::term(i / 2 % Conv::kProducts, i % 2);
@@ -120,16 +116,18 @@ pack_views_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest, c
   }
 }
 
-// x (N, kChannelsIn, …) to packed (N, kUnits, pixels), with zeros around it, under the scale 2^kFirstExponent; and largest as
-// pack_image_kernel has it. Or, kAgain, the samples which the first scale does not fit. Grid: shares of a sample, samples.
+// x (N, kChannelsIn, …) to packed (N, kUnits, pixels), with zeros around it, as pack_image_kernel does it. Grid: shares of a sample,
+// samples.
 template <class Conv, bool kAgain>
 __global__ void __launch_bounds__(kImageThreads)
-    pack_views_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, Lattice at) {
+    pack_views_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x, Lattice at) {
 #if __CUDA_ARCH__ >= 800
   const int64_t S = int64_t(at.extents[0]) * at.extents[1] * at.extents[2];
-  for (int64_t n = blockIdx.y; n < N; n += gridDim.y) {
-    int exponent = Conv::kFirstExponent;
-    if (kAgain && (exponent = Conv::sample_exponent(largest[n])) == Conv::kFirstExponent) continue;
+  for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
+    int exponent = 0;
+    if constexpr (Conv::kScaled) exponent = scales.first(n);
+    if (kAgain && exponent == scales.last(n)) continue;
+    if (kAgain) exponent = scales.last(n);
     float largest_magnitude = 0.f;
     for (int i = blockIdx.x * kImageThreads + threadIdx.x; i < at.sample * Conv::kEights; i += gridDim.x * kImageThreads) {
       const int eight = i / at.sample, pixel = i - eight * at.sample;
@@ -141,20 +139,19 @@ __global__ void __launch_bounds__(kImageThreads)
       pack_eight<Conv, !kAgain>(packed + (n * Conv::kUnits + eight) * int64_t(at.sample) + pixel, int64_t(Conv::kEights) * at.sample,
                                 x + (n * Conv::kChannelsIn + eight * 8) * S + position, S, eight * 8, inside, exponent, largest_magnitude);
     }
-    if constexpr (Conv::kScaled && !kAgain) raise_largest(largest + n, largest_magnitude);
+    if constexpr (Conv::kScaled && !kAgain) raise_largest(scales.largest + n, largest_magnitude);
   }
 #endif
 }
 
 template <class Conv>
-void pack_views(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, const Lattice& at,
+void pack_views(uint4* packed, const Scales<typename Conv::Operands>& scales, const typename Conv::value_t* x, const Lattice& at,
                 cudaStream_t stream) {
-  const unsigned samples = N < 65535 ? N : 65535;
-  const int64_t all = (int64_t(at.sample) * Conv::kEights + kImageThreads - 1) / kImageThreads;
-  pack_views_kernel<Conv, false><<<dim3(min(all, 4096 / N + 1), samples), kImageThreads, 0, stream>>>(
-      packed, largest, x, N, at);
+  const int64_t N = scales.N;
+  if constexpr (Conv::kLooksAhead) look_ahead<Conv>(scales, x, int64_t(at.extents[0]) * at.extents[1] * at.extents[2], stream);
+  pack_views_kernel<Conv, false><<<shares_of(int64_t(at.sample) * Conv::kEights, N), kImageThreads, 0, stream>>>(packed, scales, x, at);
   if constexpr (Conv::kScaled)
-    pack_views_kernel<Conv, true><<<dim3(32, samples), kImageThreads, 0, stream>>>(packed, largest, x, N, at);
+    pack_views_kernel<Conv, true><<<dim3(32, unsigned(min(N, int64_t(65535)))), kImageThreads, 0, stream>>>(packed, scales, x, at);
 }
 
 }  // namespace conv

@@ -10,19 +10,19 @@
 
 namespace conv {
 
-template <class Out, class More, class Tail> struct ViewsArguments {
+template <class Operands, class Out, class More, class Tail> struct ViewsArguments {
   Out out;
   More more;
   const uint4 *packed_weight, *packed;
   const int32_t* exponents;  // (kPaddedOut): weights are scaled by 2^exponent
-  const uint32_t* largest;   // (N): the bits of each sample's largest finite magnitude
+  Scales<Operands> scales;   // of samples
   Tail tail;
   int N, stages;             // of a team
   Lattice at;
 };
 
 template <class Conv, class Tail, class Out, class More, int kSharedLimit> struct ViewsSm90 : Conv {
-  using Arguments = ViewsArguments<Out, More, Tail>;
+  using Arguments = ViewsArguments<typename Conv::Operands, Out, More, Tail>;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kProducts, Conv::kScaled, Conv::kSplit, Conv::kSteps,
       Conv::kTapsOfStep, Conv::kTilePositions, Conv::kUnits, Conv::kWeightBytes;
   using typename Conv::Filter, typename Conv::operand_t;
@@ -194,7 +194,7 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
     const int lane = threadIdx.x % 32, channel = patch.channel + lane / 4;
     const auto constants_of = [&](int c) {
       ChannelConstants<OfTail> constants(tail, where.n, c, c < kChannelsOut);
-      if (kScaled) constants.set_exponent(-args.exponents[c] - Conv::sample_exponent(args.largest[where.n]));
+      if (kScaled) constants.set_exponent(-args.exponents[c] - args.scales.last(where.n));
       return constants;
     };
     const auto low = constants_of(channel), high = constants_of(channel + 8);

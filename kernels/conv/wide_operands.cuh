@@ -70,11 +70,12 @@ template <class Value, bool kSplit_> struct Operands {
   // room above it.
   static constexpr int kFirstExponent = kSplit ? 10 : 4;
   static constexpr int kLowest = kSplit ? 8 : -4;
+  static constexpr bool kLooksAhead = false;
 
   // The exponent for a sample, from the bits of its largest finite magnitude.
-  template <int kLeast = kLowest> static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
+  static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
     const int fitting = top_exponent(largest), slack = fitting - kFirstExponent;
-    return largest == 0 || (slack >= 0 && slack <= kTop - kLeast) ? kFirstExponent : fitting;
+    return largest == 0 || (slack >= 0 && slack <= kTop - kLowest) ? kFirstExponent : fitting;
   }
 
   // value · scale, a power of two, to be converted to an operand. That conversion rounds a tie to even; the

@@ -9,12 +9,15 @@
 
 namespace grad {
 
-// dz as operands. Values far below the largest count where their filters are large: more room below than images have, as grad/packed.cuh's
-// kRoom, and 22 digits. Samples for which the first scale has less are packed again under their own.
+// dz as operands. Its magnitude may be any, and values far below the largest count where their filters are large. So a sample's first scale brings the
+// largest magnitude that was seen of it ahead to 2^(kTop - kRoom): so much room is above it, and digits enough below it, as in grad/packed.cuh.
 template <class Operands> struct OfGradient : Operands {
-  static constexpr int kLowest = Operands::kSplit ? 13 : 8;
-  static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
-    return Operands::template sample_exponent<kLowest>(largest);
+  static constexpr bool kLooksAhead = Operands::kScaled;
+  static constexpr int kRoom = Operands::kSplit ? 2 : 6;
+  static __device__ __forceinline__ int first_exponent(uint32_t seen) { return max(conv::top_exponent(seen) - kRoom, -126); }
+  static __device__ __forceinline__ int last_exponent(uint32_t seen, uint32_t largest) {
+    const int first = first_exponent(seen), fitting = conv::top_exponent(largest), slack = fitting - first;
+    return largest == 0 || (slack >= 0 && slack <= kRoom) ? first : fitting;
   }
 };
 
