@@ -83,9 +83,12 @@ PLAIN = "y[i] = tail(y[i] * channel.slope + channel.shift);"
 
 @pytest.fixture(scope="module")
 def lesson():
-    """What the lesson's cells have defined as far as its ladder, which is of one sample."""
+    """What the lesson's cells have defined as far as its ladder, which is of one sample, of a sixteenth of the size."""
+    problem = models.PROBLEMS[numerics.DROPOUT]
+    *sizes, depth, height, width = problem.input_shape
+    problem = dataclasses.replace(problem, input_shape=(*sizes, depth, height // 4, width // 4))
     cells = {cell["id"]: cell["source"] for cell in json.loads(LESSON.read_text(encoding="utf-8"))["cells"]}
-    names = {"walkthrough": walkthrough, "problem": models.PROBLEMS[numerics.DROPOUT], "device": "cpu"}
+    names = {"walkthrough": walkthrough, "problem": problem, "device": "cpu"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(walkthrough, "roofs", lambda device: {"memory": 1.0, "float32": 1.0})

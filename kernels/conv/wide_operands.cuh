@@ -60,7 +60,7 @@ __device__ __forceinline__ void raise_largest(uint32_t* largest, float of_thread
 template <class Value, bool kSplit_> struct Operands {
   using value_t = Value;
   using operand_t = std::conditional_t<std::is_same_v<Value, bfloat16_t>, bfloat16_t, half_t>;
-  static constexpr bool kSplit = kSplit_;
+  static constexpr bool kSplit = kSplit_, kLooksAhead = false;
   static constexpr bool kScaled = std::is_same_v<Value, float>;  // others are operands as they are
   static constexpr int kParts = kSplit ? 2 : 1;
   static_assert(kScaled || !kSplit, "a value of 16 bits is one operand");
@@ -70,7 +70,6 @@ template <class Value, bool kSplit_> struct Operands {
   // room above it.
   static constexpr int kFirstExponent = kSplit ? 10 : 4;
   static constexpr int kLowest = kSplit ? 8 : -4;
-  static constexpr bool kLooksAhead = false;
 
   // The exponent for a sample, from the bits of its largest finite magnitude.
   static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
