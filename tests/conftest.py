@@ -47,9 +47,10 @@ settings.load_profile("tests")
 # Those that take twenty seconds of a processor or more, the longest first: at last, one of them would keep one process busy while the others have
 # nothing left.
 LONG = (
-    "engine_source notebooks engine_gradients export models kernels_compile emulated engine_fuse judge engine_between backward_min_add "
-    "engine_direct engine_chain loader_cache semantics engine_sinks compare planning_min_add engine_cpu engine_strips distributed operators "
-    "fifth_problem ecosystem engine_joining loader_source checks networks engine_stored export_gpu depthwise"
+    "notebooks engine_source models kernels_compile engine_gradients emulated judge backward_min_add engine_between engine_direct "
+    "engine_few_channels engine_layouts export depthwise engine_sinks planning_min_add semantics engine_stored engine_chain engine_cpu "
+    "loader_cache compare export_gpu engine_strips stream backward_conv3d distributed engine_joining operators fifth_problem "
+    "backward_pool checks inline_loader"
 ).split()
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import inline_loader
 import numerics
 from benchmarks import level2
+from generated import arguments_of, segment_of
 from inline_kernels import fuse
 from inline_kernels.bench import checks
 from inline_kernels.engine import choice, composed, direct, mainloops, precision, tiling
@@ -23,7 +24,6 @@ from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import Case
 from inline_kernels.engine.operator import Standing
 from test_emulated import Emulated, folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
-from test_engine_source import arguments_of, segment_of
 from test_kernels_compile import H200, needs_nvcc, nvcc
 
 INF = float("inf")

@@ -14,6 +14,7 @@ from torch import nn
 import engine_stand_in
 import inline_kernels
 import reference_graph
+from generated import arguments_of, segment_of
 from inline_kernels import fuse
 from inline_kernels.engine import programs
 from inline_kernels.engine.cases import Case
@@ -21,7 +22,6 @@ from inline_kernels.engine.followed import NotFollowed, followed
 from inline_kernels.engine.graph import ELEMENTS, order
 from inline_loader import BuildError
 from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
-from test_engine_source import arguments_of, segment_of
 
 
 class Scaled(nn.Module):

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 import inline_loader
 import numerics
 from engine_stand_in import stand_in  # noqa: F401
+from fused_pairs import Dropping, Pointwise, Residual, results
 from inline_kernels.engine import chain, choice, direct, timed
 from inline_kernels.engine.edited import Edit
 from inline_kernels.engine.fuse import fuse, structure_of
 from inline_kernels.loader import toolchain
-from test_engine_fuse import Dropping, Pointwise, Residual, results
 
 EAGER, LOAD = {"eager": 1.0, "load": 2.0}, {"load": 1.0, "eager": 2.0}
 

@@ -1,4 +1,4 @@
-"""Whole networks through fuse: as eager within the rule, in training, and what of them runs in kernels. Evaluating is in test_engine_fuse.py."""
+"""Whole networks through fuse: as eager within the rule, in training, and what of them runs in kernels."""
 
 from __future__ import annotations
 
