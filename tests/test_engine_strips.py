@@ -149,8 +149,18 @@ def test_the_same_bits_whatever_else_is_asked_for(name):
     assert torch.equal(dw, every[2])
 
 
+@pytest.fixture(params=[1, 0], ids=["in registers", "in memory"])
+def way(request, monkeypatch):
+    """Where products wait until they are results; a processor has one way."""
+
+    def load(name, *, load=inline_loader.load, defines=None, **given):
+        return load(name, defines={**(defines or {}), "WINOGRAD_IN_REGISTERS": request.param}, **given)
+
+    monkeypatch.setattr(inline_loader, "load", load)
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 3e38])
-def test_what_is_not_finite_is_summed_directly(value):
+def test_what_is_not_finite_is_summed_directly(value, way):
     """Winograd's way would make NaN of infinities, and infinities of the largest numbers."""
     torch.manual_seed(0)
     padding = int(value == 3e38)
@@ -255,7 +265,7 @@ def assert_as_exact(own, run, *operands):
 
 @optimised
 @given(st.data())
-def test_convolutions_at_random_sizes(data):
+def test_convolutions_at_random_sizes(way, data):
     """The convolution by itself; what lies behind its result stays as it was."""
     conv, x, weight, dv, sizes = drawn(data, False)
     v, behind = with_a_margin(x, dv.shape)

@@ -52,9 +52,9 @@ class Convolver {
  public:
   Convolver(const Convolution& of, int64_t planes)
       : of_(of), sizes_(of.sizes), planes_(std::min(planes, fitting())),
-        stride_((planes_ + sizes_.depth - 1) * sizes_.C * winograd::kRow),
-        memory_((16 * stride_ + 16 * kPlane) * sizeof(accumulate_t) / sizeof(winograd::Line) + 1),
-        tiles_(memory_[0].at), products_(tiles_ + 16 * stride_) {}
+        stride_((planes_ + sizes_.depth - 1) * sizes_.C * winograd::kRow + winograd::kApart),
+        memory_((16 * stride_ + (kInRegisters ? 0 : 16 * kPlane)) * sizeof(accumulate_t) / sizeof(winograd::Line) + 1),
+        tiles_(memory_[0].at) {}
 
   // out[k·step + d·pitch + …] = channel k's rows of the strip's d-th plane. Where it isn't finite, direct sums say what is infinite,
   // and what NaN.
@@ -67,7 +67,8 @@ class Convolver {
   }
 
  private:
-  static constexpr int64_t kPlane = winograd::kOutputs * winograd::kRow;
+  static constexpr bool kInRegisters = WINOGRAD_IN_REGISTERS;
+  static constexpr int64_t kPlane = winograd::kOutputs * winograd::kRow + winograd::kApart;
 
   // The planes whose transformed input takes half of a usual cache of a core.
   int64_t fitting() const {
@@ -77,25 +78,17 @@ class Convolver {
 
   void convolve(value_t* out, int64_t step, int64_t pitch, const Strip& strip) {
     using namespace winograd;
-    const int64_t C = sizes_.C, K = sizes_.K, terms = sizes_.terms(), across = sizes_.across();
-    const int64_t all = (strip.rows + 1) / 2 * across;
-    int odd = 0;
+    const int64_t C = sizes_.C, across = sizes_.across(), all = (strip.rows + 1) / 2 * across;
+    bool odd = false;
     for (int64_t tile = 0; tile < all; tile += kChunk) {
-      const int64_t tiles = std::min(kChunk, all - tile), width = (tiles + kLanes - 1) / kLanes * kLanes;
-      const std::vector<Run> runs = runs_of(tile, tiles, across);
+      const std::vector<Run> runs = runs_of(tile, std::min(kChunk, all - tile), across);
       for (int64_t i = 0; i < strip.planes + sizes_.depth - 1; i++)
         for (int64_t c = 0; c < C; c++) read(tiles_ + (i * C + c) * kRow, c, strip, i, runs);
-      for (int64_t d = 0; d < strip.planes; d++)
-        for (int64_t k0 = 0; k0 < K; k0 += kOutputs) {
-          const int64_t outputs = std::min(kOutputs, K - k0);
-          for (int64_t e = 0; e < 16; e++)
-            for (int64_t k = 0; k < outputs; k += kTogether)
-              multiply({products_ + (e * kOutputs + k) * kRow, kRow},
-                       {of_.filters[0].at + (e * K + k0 + k) * terms, kTogether},
-                       {tiles_ + e * stride_ + d * C * kRow, kRow}, width, terms);
-          for (int64_t k = 0; k < outputs; k++)
-            odd |= write(out + (k0 + k) * step + d * pitch, products_ + k * kRow, strip.rows, runs);
-        }
+      for (int64_t d = 0; d < strip.planes; d++) {
+        const accumulate_t* const of_plane = tiles_ + d * C * kRow;
+        if constexpr (kInRegisters) odd |= multiply_at_once(out + d * pitch, step, of_plane, strip.rows, runs);
+        else odd |= multiply_one_by_one(out + d * pitch, step, of_plane, strip.rows, runs);
+      }
     }
     if (odd) sum_directly(out, step, pitch, strip);
   }
@@ -110,8 +103,67 @@ class Convolver {
     }
   }
 
-  // One channel's rows; returns whether any isn't finite.
-  int write(value_t* out, const accumulate_t* products, int64_t height, const std::vector<winograd::Run>& runs) const {
+  using Runs = std::vector<winograd::Run>;
+
+  // All channels' results of a plane's tiles, `tiles`; returns whether any isn't finite. Those of a vector of tiles and some channels at once.
+  bool multiply_at_once(value_t* out, int64_t step, const accumulate_t* tiles, int64_t height, const Runs& runs) const {
+    using namespace winograd;
+    const int64_t terms = sizes_.terms(), count = runs.back().at + runs.back().count;
+    Lanes check{};  // NaN where anything isn't finite
+    for (int64_t at = 0; at < count; at += kLanes)
+      for (int64_t k = 0; k < sizes_.K; k += kRows) {
+        Outputs outputs;
+        const accumulate_t* const filters = of_.filters[0].at + k / kTogether * terms * kTogether + k % kTogether;
+        outputs_of(outputs, filters, sizes_.K * terms, tiles + at, stride_, terms);
+        for (const auto& row : outputs)
+          for (const auto& columns : row)
+            for (const Lanes& each : columns) check += each * 0;
+        write(out + k * step, step, outputs, height, runs, at);
+      }
+    bool odd = false;
+    for (int64_t j = 0; j < kLanes; j++) odd |= std::isnan(check[j]);
+    return odd;
+  }
+
+  // Those of the chunk's tiles from `first` on.
+  void write(value_t* out, int64_t step, const winograd::Outputs& outputs, int64_t height, const Runs& runs, int64_t first) const {
+    using namespace winograd;
+    const int64_t W = sizes_.width();
+    for (const Run& run : runs) {
+      const int64_t from = std::max(first, run.at), until = std::min(first + kLanes, run.at + run.count);
+      if (from >= until) continue;
+      const int64_t column = 2 * (run.column + from - run.at), count = std::min(2 * (until - from), W - column);
+      for (int i = 0; i < std::min<int64_t>(2, height - 2 * run.row); i++)
+        for (int k = 0; k < kRows; k++) {
+          value_t values[2 * kLanes];
+          for (int j = 0; j < kLanes; j++)
+            for (int odd = 0; odd < 2; odd++) values[2 * j + odd] = value_t(outputs[i][odd][k][j]);
+          value_t* const to = out + k * step + (2 * run.row + i) * W + column;
+          if (count == 2 * kLanes) __builtin_memcpy(to, values, sizeof values);
+          else std::copy_n(values + 2 * (from - first), count, to);
+        }
+    }
+  }
+
+  // The same, of a chunk and some channels: their products wait in memory until those of all 16 elements are there.
+  bool multiply_one_by_one(value_t* out, int64_t step, const accumulate_t* tiles, int64_t height, const Runs& runs) const {
+    using namespace winograd;
+    const int64_t K = sizes_.K, terms = sizes_.terms(), count = runs.back().at + runs.back().count;
+    const int64_t width = (count + kLanes - 1) / kLanes * kLanes;
+    accumulate_t* const products = tiles_ + 16 * stride_;
+    bool odd = false;
+    for (int64_t k0 = 0; k0 < K; k0 += kOutputs) {
+      const int64_t outputs = std::min(kOutputs, K - k0);
+      for (int64_t e = 0; e < 16; e++)
+        for (int64_t k = 0; k < outputs; k += kTogether)
+          multiply({products + e * kPlane + k * kRow, kRow}, {of_.filters[0].at + (e * K + k0 + k) * terms, kTogether},
+                   {tiles + e * stride_, kRow}, width, terms);
+      for (int64_t k = 0; k < outputs; k++) odd |= write_one(out + (k0 + k) * step, products + k * kRow, height, runs);
+    }
+    return odd;
+  }
+
+  bool write_one(value_t* out, const accumulate_t* products, int64_t height, const Runs& runs) const {
     accumulate_t rows[2][2 * winograd::kChunk];
     winograd::transform_output(rows, products, kPlane);
     const int64_t W = sizes_.width(), all = 2 * (runs.back().at + runs.back().count);
@@ -154,7 +206,7 @@ class Convolver {
   const int64_t planes_;  // at most so many at a time
   const int64_t stride_;  // tiles (16, planes, C, kRow): the terms of an output plane follow one another
   Filters memory_;
-  accumulate_t *tiles_, *products_;  // products (16, kPlane)
+  accumulate_t* const tiles_;  // products, where they wait, lie behind them: (16, kPlane)
 };
 
 // A strip whose values are there.
