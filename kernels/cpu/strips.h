@@ -109,7 +109,8 @@ class Convolver {
   bool multiply_at_once(value_t* out, int64_t step, const accumulate_t* tiles, int64_t height, const Runs& runs) const {
     using namespace winograd;
     const int64_t terms = sizes_.terms(), count = runs.back().at + runs.back().count;
-    Lanes check{};  // NaN where anything isn't finite
+    // NaN where anything isn't finite. Behind a chunk's last tile lie zeros, or tiles of this strip or a larger one before it.
+    Lanes check{};
     for (int64_t at = 0; at < count; at += kLanes)
       for (int64_t k = 0; k < sizes_.K; k += kRows) {
         Outputs outputs;
