@@ -229,7 +229,7 @@ def test_kernels_draw_masks():
 FREED = """
 import torch
 
-from test_engine_fuse import Normed, Pointwise, pair
+from fused_pairs import Normed, Pointwise, pair
 
 for kind in (Normed, Pointwise):
     model, fast, x = pair(kind)

@@ -19,7 +19,9 @@ from fused_pairs import (  # noqa: F401
     SEGMENTS,
     Block,
     Pointwise,
+    PointwiseNew,
     Residual,
+    ResidualNew,
     assert_same,
     backward,
     every_model,
@@ -32,7 +34,6 @@ from fused_pairs import (  # noqa: F401
 from inline_kernels.engine import composed, schedule, structure, support
 from inline_kernels.engine import part as parts
 from inline_kernels.engine.fuse import fuse
-from inline_kernels.engine.variants import fused
 
 # ---------------------------------------------------------------------------------------------------------- what is kept
 
@@ -315,7 +316,6 @@ class Batches:
 
 
 BY_TWO = Batches()
-PointwiseNew, ResidualNew = fused(Pointwise), fused(Residual)
 
 
 def test_a_class_of_fused_modules(monkeypatch):
