@@ -81,6 +81,8 @@ FAULTS = [
     Fault("kernels/cpu/winograd.h", "out2[i] = r - q", "out2[i] = q - r", "test_semantics.py -k winograd"),
     Fault("kernels/cpu/winograd.h", "half[column][1][k] = m[1][k] - m[2][k] - m[3][k]", "half[column][1][k] = m[1][k] - m[2][k] + m[3][k]", "test_engine_strips.py -k random_sizes"),
     Fault("kernels/cpu/strips.h", "check += each * 0", "check += Lanes{} * 0", "test_engine_strips.py -k not_finite_is"),
+    Fault("kernels/cpu/strips.h", "std::min<int64_t>(kLanes, count - at); j++) odd", "kLanes; j++) odd", "test_engine_strips.py -k other_strips"),
+    Fault("kernels/grad/stream_input.cuh", "top == 127 ? top : ", "", "test_engine_input_gradient.py -k as_small_as"),
     Fault("kernels/cpu/strips.h", "values + 2 * (from - first), count, to", "values, count, to", "test_engine_strips.py -k random_sizes"),
     Fault("kernels/host/bound.h", "if (low != bound.empty) return \"\";", "", "test_bound.py -k freed"),
     Fault("kernels/host/room.h", "const int64_t at = used_;", "const int64_t at = 0;", "test_loader_source.py -k shares_an_allocation"),

@@ -175,6 +175,21 @@ def test_what_is_not_finite_is_summed_directly(value, way):
     torch.testing.assert_close(found[finite] / largest, expected[finite] / largest, rtol=1e-5, atol=1e-6)
 
 
+def test_what_is_not_finite_leaves_other_strips_alone(way):
+    """A thread's last strip of a sample has fewer tiles than the one before it: what that left has no part in it, to the bit."""
+    torch.manual_seed(0)
+    fast, x = fuse(Model(nn.Conv2d(8, 16, 3), nn.ReLU())), torch.randn(1, 8, 30, 30)
+    threads = torch.get_num_threads()
+    with torch.no_grad():
+        try:
+            torch.set_num_threads(1)
+            expected, x[0, 0, 21, 6] = fast(x), float("nan")
+            found = fast(x)
+        finally:
+            torch.set_num_threads(threads)
+    assert found.isnan().any() and torch.equal(found[:, :, 24:], expected[:, :, 24:])
+
+
 def test_gradients_that_are_not_finite_are_eagers():
     torch.manual_seed(0)
     model, x = Model(nn.Conv2d(16, 16, 3), nn.ReLU()), torch.randn(2, 16, 24, 27)

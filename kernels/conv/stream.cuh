@@ -157,8 +157,8 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
   if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Conv::kPaddedOut});
 }
 
-// x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest is what Scales read, of which (N) become
-// the bits of each sample's largest magnitude, where operands are single its largest finite one. Where channels last values are
+// x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest: Scales' words, of which the first N
+// become the bits of each sample's largest magnitude, where operands are single its largest finite one. Where channels last values are
 // operands as they are, C is a multiple of 8. kFolded: taps of a row whose pixels are one row of operands, all of it
 // where columns are neighbours, or 1; or kViews. behind(Doubts) computes again what a float16 can't hold.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,

@@ -7,8 +7,8 @@
 //   weights  [channel block][group of kGroup operands of a row][copy], kBlockChannels rows of kGroup values,
 //            swizzled (core/tensor_map.cuh): as a row's; beside 8 and 8, [high, high], and then as many rows of
 //            [low, 0]
-// float32 is scaled as conv/wide_operands.cuh says; samples which the first scale does not fit are packed
-// once more.
+// float32 is scaled as conv/wide_operands.cuh says, or where operands look ahead as Scales do; samples which the first scale does not fit
+// are packed once more.
 #pragma once
 #include "conv/wide_operands.cuh"
 #include "core/tensor_map.cuh"
@@ -76,7 +76,7 @@ struct Stream : Operands_ {
   }
 };
 
-// The exponents of samples' scales, from the bits of magnitudes. Where operands look ahead (grad/stream_input.cuh) the first one is that of what
+// The exponents of samples' scales, from the bits of magnitudes (grad::Scales are those of g that is packed for the weight's gradient). Where operands look ahead (grad/stream_input.cuh) the first one is that of what
 // was `seen` in a part of a sample, else the same for all.
 template <class Operands> struct Scales {
   static constexpr int kOfSample = Operands::kLooksAhead ? 2 : 1;  // words
@@ -134,10 +134,10 @@ pack_stream_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Con
 
 constexpr int kImageThreads = 256, kImagePatch = 64;  // channels and positions of a block
 
-constexpr int kRun = 64, kLooksAt = 32;  // positions side by side, and one of so many such runs, are looked at ahead
+constexpr int kRun = 64, kLooksAt = 32;
 
-// scales.seen()[n] = the bits of the largest finite magnitude in a part of sample n: of each channel elsewhere. Grid: shares
-// of a sample, samples.
+// scales.seen()[n] = the bits of the largest finite magnitude in a part of sample n: of each channel every kLooksAt-th run of kRun positions,
+// of neighbouring channels other ones. Grid: shares of a sample, samples.
 template <class Conv>
 __global__ void __launch_bounds__(kImageThreads)
 look_ahead_kernel(Scales<typename Conv::Operands> scales, const float* x, int64_t S) {

@@ -109,10 +109,10 @@ class Convolver {
   bool multiply_at_once(value_t* out, int64_t step, const accumulate_t* tiles, int64_t height, const Runs& runs) const {
     using namespace winograd;
     const int64_t terms = sizes_.terms(), count = runs.back().at + runs.back().count;
-    // NaN where anything isn't finite. Behind a chunk's last tile lie zeros, or tiles of this strip or a larger one before it.
-    Lanes check{};
-    for (int64_t at = 0; at < count; at += kLanes)
-      for (int64_t k = 0; k < sizes_.K; k += kRows) {
+    bool odd = false;
+    for (int64_t at = 0; at < count; at += kLanes) {
+      Lanes check{};  // NaN where anything isn't finite; behind the last tile there are others', too
+      for (int64_t k = 0; k < sizes_.K; k += kAtOnce) {
         Outputs outputs;
         const accumulate_t* const filters = of_.filters[0].at + k / kTogether * terms * kTogether + k % kTogether;
         outputs_of(outputs, filters, sizes_.K * terms, tiles + at, stride_, terms);
@@ -121,8 +121,8 @@ class Convolver {
             for (const Lanes& each : columns) check += each * 0;
         write(out + k * step, step, outputs, height, runs, at);
       }
-    bool odd = false;
-    for (int64_t j = 0; j < kLanes; j++) odd |= std::isnan(check[j]);
+      for (int64_t j = 0; j < std::min<int64_t>(kLanes, count - at); j++) odd |= std::isnan(check[j]);
+    }
     return odd;
   }
 
@@ -135,7 +135,7 @@ class Convolver {
       if (from >= until) continue;
       const int64_t column = 2 * (run.column + from - run.at), count = std::min(2 * (until - from), W - column);
       for (int i = 0; i < std::min<int64_t>(2, height - 2 * run.row); i++)
-        for (int k = 0; k < kRows; k++) {
+        for (int k = 0; k < kAtOnce; k++) {
           value_t values[2 * kLanes];
           for (int j = 0; j < kLanes; j++)
             for (int odd = 0; odd < 2; odd++) values[2 * j + odd] = value_t(outputs[i][odd][k][j]);

@@ -26,8 +26,8 @@ constexpr int kAcross = 2;
 #else
 constexpr int kAcross = 1;
 #endif
-// Do a column's products, of four elements of tiles and kRows channels, find place in registers until they are results? Each sum takes filters of
-// its own then: where those have to be loaded before they are multiplied, as on AVX2, twice as long (benchmarks/NOTES.md).
+// 1: the products of kAtOnce channels and of a column of tiles, four elements, stay in registers until they are results. Each sum then takes filters
+// of its own. Where those have to be loaded before they are multiplied, as on AVX2, that takes twice as long (benchmarks/NOTES.md), and they wait in memory.
 #ifndef WINOGRAD_IN_REGISTERS
 #ifdef __AVX512F__
 #define WINOGRAD_IN_REGISTERS 1
@@ -35,7 +35,7 @@ constexpr int kAcross = 1;
 #define WINOGRAD_IN_REGISTERS 0
 #endif
 #endif
-constexpr int kRows = 4;
+constexpr int kAtOnce = 4;
 // GCC would load a vector anew for each product, and loads are what bounds them.
 #if defined(__x86_64__)
 #define KEEP_IN_REGISTER(vector) asm("" : "+v"(vector))
@@ -51,7 +51,7 @@ constexpr int64_t kOutputs = 32;           // channels out whose products wait f
 constexpr int64_t kTogether = 8;           // rows of products that are summed together
 constexpr int64_t kTerms = 32;             // of a sum, that are summed by themselves
 constexpr int64_t kRow = kChunk + kLanes;  // a row of tiles, and room for the last vector of a run
-constexpr int64_t kApart = sizeof(Line) / sizeof(accumulate_t);  // from element to element, else they would meet in one place of a cache
+constexpr int64_t kApart = sizeof(Line) / sizeof(accumulate_t);  // between elements, so that the rows of 16 do not fall into the same sets of a cache
 
 // x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1. So many
 // zeros lie around x: before, above and left of it, and as many on the other sides.
@@ -207,11 +207,11 @@ inline void transform_output(accumulate_t (&rows)[2][2 * kChunk], const accumula
     }
 }
 
-// Of a vector of tiles: kRows channels' two rows of results, whose even and odd columns are apart.
-using Outputs = Lanes[2][2][kRows];
+// Of a vector of tiles: kAtOnce channels' two rows of results, whose even and odd columns are apart.
+using Outputs = Lanes[2][2][kAtOnce];
 
 // Sums of `terms` products for the four elements in a column of the tiles, filters and tiles `of_filters` and `of_tiles` apart.
-inline void sum_terms(Lanes (&sum)[4][kRows], const accumulate_t* filters, int64_t of_filters, const accumulate_t* tiles,
+inline void sum_terms(Lanes (&sum)[4][kAtOnce], const accumulate_t* filters, int64_t of_filters, const accumulate_t* tiles,
                       int64_t of_tiles, int64_t terms) {
   for (auto& row : sum)
     for (Lanes& each : row) each = Lanes{};
@@ -220,7 +220,7 @@ inline void sum_terms(Lanes (&sum)[4][kRows], const accumulate_t* filters, int64
       Lanes pixels;
       __builtin_memcpy(&pixels, tiles + i * of_tiles + r * kRow, sizeof pixels);
       KEEP_IN_REGISTER(pixels);
-      for (int k = 0; k < kRows; k++) sum[i][k] += filters[i * of_filters + r * kTogether + k] * pixels;
+      for (int k = 0; k < kAtOnce; k++) sum[i][k] += filters[i * of_filters + r * kTogether + k] * pixels;
     }
 }
 
@@ -229,24 +229,24 @@ inline void sum_terms(Lanes (&sum)[4][kRows], const accumulate_t* filters, int64
 // blocks, and then the blocks: the error hardly grows with their number.
 inline void outputs_of(Outputs& outputs, const accumulate_t* filters, int64_t of_filters, const accumulate_t* tiles,
                        int64_t of_tiles, int64_t terms) {
-  Lanes half[4][2][kRows];
+  Lanes half[4][2][kAtOnce];
   for (int column = 0; column < 4; column++) {
     const accumulate_t *const f = filters + column * of_filters, *const t = tiles + column * of_tiles;
-    Lanes m[4][kRows];
+    Lanes m[4][kAtOnce];
     sum_terms(m, f, 4 * of_filters, t, 4 * of_tiles, std::min(kTerms, terms));
     for (int64_t r = kTerms; r < terms; r += kTerms) {
-      Lanes block[4][kRows];
+      Lanes block[4][kAtOnce];
       sum_terms(block, f + r * kTogether, 4 * of_filters, t + r * kRow, 4 * of_tiles, std::min(kTerms, terms - r));
       for (int i = 0; i < 4; i++)
-        for (int k = 0; k < kRows; k++) m[i][k] += block[i][k];
+        for (int k = 0; k < kAtOnce; k++) m[i][k] += block[i][k];
     }
-    for (int k = 0; k < kRows; k++) {
+    for (int k = 0; k < kAtOnce; k++) {
       half[column][0][k] = m[0][k] + m[1][k] + m[2][k];
       half[column][1][k] = m[1][k] - m[2][k] - m[3][k];
     }
   }
   for (int i = 0; i < 2; i++)
-    for (int k = 0; k < kRows; k++) {
+    for (int k = 0; k < kAtOnce; k++) {
       outputs[i][0][k] = half[0][i][k] + half[1][i][k] + half[2][i][k];
       outputs[i][1][k] = half[1][i][k] - half[2][i][k] - half[3][i][k];
     }

@@ -14,7 +14,10 @@ namespace grad {
 template <class Operands> struct OfGradient : Operands {
   static constexpr bool kLooksAhead = Operands::kScaled;
   static constexpr int kRoom = Operands::kSplit ? 2 : 6;
-  static __device__ __forceinline__ int first_exponent(uint32_t seen) { return max(conv::top_exponent(seen) - kRoom, -126); }
+  static __device__ __forceinline__ int first_exponent(uint32_t seen) {
+    const int top = conv::top_exponent(seen);
+    return top == 127 ? top : max(top - kRoom, -126);  // so small that no digit may be lost
+  }
   static __device__ __forceinline__ int last_exponent(uint32_t seen, uint32_t largest) {
     const int first = first_exponent(seen), fitting = conv::top_exponent(largest), slack = fitting - first;
     return largest == 0 || (slack >= 0 && slack <= kRoom) ? first : fitting;
