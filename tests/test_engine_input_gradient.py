@@ -146,16 +146,16 @@ def test_what_was_not_seen_of_dz(channels, by_views, tf32, of_x):
 
 @pytest.mark.parametrize("tf32", [True, False], ids=["tf32", "float32"])
 def test_dz_as_small_as_can_be(tf32, of_x):
-    """Behind it filters may be large."""
-    assert of_x(tf32) == []
+    """Filters may be large. TF32 itself has no number below 2^-136, so eager is no measure; operands have 11 digits."""
+    ran = of_x(tf32)
     torch.manual_seed(0)
     model = random_model((16, 5, 3, 3), lambda m, v: v + m.by_channel)
     with torch.no_grad():
         model.conv.weight *= 2.0**15  # from 2^20 on sums are direct ones
     x, dy = torch.randn(1, 5, 8, 20).requires_grad_(), torch.full((1, 16, 6, 18), 2.0**-148)
-    found = gradients(fuse(copy.deepcopy(model)), x, dy)["x"]
-    exact = gradients(copy.deepcopy(model).double(), x.detach().double().requires_grad_(), dy)["x"]
-    torch.testing.assert_close(found.double() * 2.0**133, exact * 2.0**133, rtol=2**-8, atol=2**-8)
+    found = gradients(fuse(copy.deepcopy(model)), x, dy)["x"].double() * 2.0**133
+    exact = gradients(copy.deepcopy(model).double(), x.detach().double().requires_grad_(), dy)["x"] * 2.0**133
+    assert ran and (found - exact).norm() <= 2**-11 * exact.norm()
 
 
 def test_the_settings_of_backward(of_x, monkeypatch):

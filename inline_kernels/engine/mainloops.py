@@ -390,9 +390,8 @@ def _narrow3d(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
     stored = [sink for sink in sinks if sink.kind == "store"]
 
     def types(vectors: str) -> list[str]:
-        own = {id(sink): "store::Beside<{1}, {0}>" for sink in stored[1:]}
-        runs = f"store::Runs<{{1}}, {{0}}, {vectors}>"
-        return [_type(sink, "reduce::narrow3d::", own.get(id(sink), runs)) for sink in sinks]
+        runs, beside = f"store::Runs<{{1}}, {{0}}, {vectors}>", "store::Beside<{1}, {0}>"  # one has room
+        return [_type(s, "reduce::narrow3d::", beside if s in stored[1:] else runs) for s in sinks]
 
     def launched(vectors: str) -> str:
         given = ", ".join(_value(number, *each) for each in zip(sinks, types(vectors)))

@@ -7,8 +7,8 @@
 //   weights  [channel block][group of kGroup operands of a row][copy], kBlockChannels rows of kGroup values,
 //            swizzled (core/tensor_map.cuh): as a row's; beside 8 and 8, [high, high], and then as many rows of
 //            [low, 0]
-// float32 is scaled as conv/wide_operands.cuh says, or where operands look ahead as Scales do; samples which the first scale does not fit
-// are packed once more.
+// float32 is scaled as conv/wide_operands.cuh says, or where operands look ahead as Scales do; samples which the first
+// scale does not fit are packed once more.
 #pragma once
 #include "conv/wide_operands.cuh"
 #include "core/tensor_map.cuh"
@@ -76,8 +76,9 @@ struct Stream : Operands_ {
   }
 };
 
-// The exponents of samples' scales, from the bits of magnitudes (grad::Scales are those of g that is packed for the weight's gradient). Where operands look ahead (grad/stream_input.cuh) the first one is that of what
-// was `seen` in a part of a sample, else the same for all.
+// The exponents of samples' scales, from the bits of magnitudes. Where operands look ahead (grad/stream_input.cuh) the
+// first one is that of what was `seen` in a part of a sample, else the same for all. (grad::Scales are those of g that is
+// packed for the weight's gradient.)
 template <class Operands> struct Scales {
   static constexpr int kOfSample = Operands::kLooksAhead ? 2 : 1;  // words
   uint32_t* largest;  // (N); behind them what was seen (N)
@@ -93,6 +94,16 @@ template <class Operands> struct Scales {
     if (largest[n] >= __float_as_uint(INFINITY)) return first(n);
     if constexpr (Operands::kLooksAhead) return Operands::last_exponent(seen()[n], largest[n]);
     else return Operands::sample_exponent(largest[n]);
+  }
+  // Is sample n to be packed, or kAgain once more because its first scale doesn't fit? Then under this exponent.
+  template <bool kAgain> __device__ __forceinline__ bool packs(int64_t n, int& exponent) const {
+    exponent = first(n);
+    if constexpr (kAgain) {
+      const int fitting = last(n);
+      if (fitting == exponent) return false;
+      exponent = fitting;
+    }
+    return true;
   }
 };
 
@@ -169,10 +180,8 @@ pack_image_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const t
   using operand_t = typename Conv::operand_t;
   const int first_channel = blockIdx.y * kImagePatch, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int64_t n = blockIdx.z; n < scales.N; n += gridDim.z) {
-    int exponent = 0;
-    if constexpr (Conv::kScaled) exponent = scales.first(n);
-    if (kAgain && exponent == scales.last(n)) continue;
-    if (kAgain) exponent = scales.last(n);
+    int exponent;
+    if (!scales.template packs<kAgain>(n, exponent)) continue;
     float largest_magnitude = 0.f;
     for (int64_t first = int64_t(blockIdx.x) * kImagePatch; first < S; first += int64_t(gridDim.x) * kImagePatch) {
       const auto* const in = x + (n * Conv::kChannelsIn + first_channel) * S + first;
@@ -252,10 +261,8 @@ __global__ void __launch_bounds__(kImageThreads)
 #if __CUDA_ARCH__ >= 800
   const int64_t S = rows.S / rows.pitch * rows.width;
   for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
-    int exponent = 0;
-    if constexpr (Conv::kScaled) exponent = scales.first(n);
-    if (kAgain && exponent == scales.last(n)) continue;
-    if (kAgain) exponent = scales.last(n);
+    int exponent;
+    if (!scales.template packs<kAgain>(n, exponent)) continue;
     float largest_magnitude = 0.f;
     const int64_t stride = int64_t(gridDim.x) * kImageThreads;
     for (int64_t pixel = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; pixel < rows.S; pixel += stride) {

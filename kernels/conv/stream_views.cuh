@@ -124,10 +124,8 @@ __global__ void __launch_bounds__(kImageThreads)
 #if __CUDA_ARCH__ >= 800
   const int64_t S = int64_t(at.extents[0]) * at.extents[1] * at.extents[2];
   for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
-    int exponent = 0;
-    if constexpr (Conv::kScaled) exponent = scales.first(n);
-    if (kAgain && exponent == scales.last(n)) continue;
-    if (kAgain) exponent = scales.last(n);
+    int exponent;
+    if (!scales.template packs<kAgain>(n, exponent)) continue;
     float largest_magnitude = 0.f;
     for (int i = blockIdx.x * kImageThreads + threadIdx.x; i < at.sample * Conv::kEights; i += gridDim.x * kImageThreads) {
       const int eight = i / at.sample, pixel = i - eight * at.sample;
