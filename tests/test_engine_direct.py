@@ -19,7 +19,7 @@ from benchmarks import level2
 from generated import arguments_of, segment_of
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import choice, composed, direct, mainloops, precision, tiling
+from inline_kernels.engine import choice, composed, direct, mainloops, precision, schedule, tiling
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import Case
 from inline_kernels.engine.operator import Standing
@@ -567,20 +567,55 @@ KEPT = {
         ("a mask", (32, 2, 1, 2, 2), (4, 7, 9)),
         ("an input", (24, 5, 2, 3), (6, 34)),
         ("an input", (40, 24, 2, 3, 2), (4, 5, 7)),
+        ("v", (40, 24, 3, 3), (8, 21)),
+        ("a mask", (130, 17, 1, 2), (3, 67)),
     ],
     ids=str,
 )
 def test_backward(filters, size, name, device):
     """From what forward stored, and from parameters as they were: load's gradients, the library's for the convolution."""
     device(900)  # there rows of two results in float32 have room
-    tail, says = KEPT[name]
-    model, x = random_model(filters, tail), numerics.random_input((2, filters[1], *size))
+    model, x = random_model(filters, KEPT[name][0]), numerics.random_input((2, filters[1], *size))
+    assert_gradients(model, x, *saved_by(model, x, KEPT[name][1]))
+
+
+@pytest.mark.parametrize(
+    "name, filters, size",
+    [
+        ("v", (40, 24, 3, 3), (8, 21)),
+        ("a mask", (128, 16, 3, 1), (9, 140)),  # rows that run on
+        ("v", (130, 17, 1, 3), (9, 256)),  # tiles are joined, of both results
+        ("a mask", (70, 5, 2, 2), (7, 300)),  # of those that are no bytes
+    ],
+    ids=str,
+)
+def test_two_results_by_wgmma(filters, size, name, device, monkeypatch):
+    device(900), only_through("wide", monkeypatch)
+    model = random_model(filters, KEPT[name][0])
+    model.conv.weight.data.copy_(of_11_bits(model.conv.weight))
+    x = of_11_bits(numerics.random_input((3, filters[1], *size)))
+    x[-1] *= 2.0**-10  # another pass finds that sample's scale
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
+    case, _, (y, *kept) = saved_by(model, x, KEPT[name][1])
+    expected, *theirs = schedule.forward(schedule.plan(case), case.arguments)
+    for ours, values in zip((y, *kept), (expected, *theirs), strict=True):
+        if ours.dtype != torch.float64:  # copies of parameters, with room between them
+            torch.testing.assert_close(ours, values, rtol=1e-5, atol=1e-5)
+
+
+def saved_by(model, x, says):
+    """The case, its plan and what forward gives, of which the first one is y."""
     segment, arguments = given(model, x)
-    assert says in direct.describe(Case(segment, arguments, True, x.dtype))
-    plan = direct.plan(Case(segment, arguments, True, x.dtype))
-    arguments = [a.clone() if torch.is_tensor(a) else a for a in arguments]
-    y, *saved = direct.forward(plan, arguments)
-    kept = direct.saved(Case(segment, arguments, True, x.dtype))
+    case = Case(segment, arguments, True, x.dtype)
+    assert says in direct.describe(case)
+    plan = direct.plan(case)
+    return case, plan, direct.forward(plan, [a.clone() if torch.is_tensor(a) else a for a in arguments])
+
+
+def assert_gradients(model, x, case, plan, found):
+    y, *saved = found
+    segment, arguments = case.segment, case.arguments
+    kept = direct.saved(case)
     assert [(list(t.shape), t.dtype) for t in saved] == [([*shape], dtype) for shape, dtype, _ in kept]
 
     exact = copy.deepcopy(model).double()

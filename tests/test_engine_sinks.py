@@ -246,7 +246,7 @@ STORED = {
     "mainloop, name",
     [
         (mainloop, name)
-        for i, mainloop in enumerate(["narrow2d", "narrow3d", "stream"])
+        for i, mainloop in enumerate(["narrow2d", "narrow3d", "stream", "wide"])
         for name in [*STORED][i % 2 :: 2]
     ],
 )

@@ -409,22 +409,29 @@ def _narrow3d(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
 
 
 def _wide(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
-    (sink,) = sinks
-    tail, to = local(sink.tail), f"partial_{number}" if sink.kind == "channels" else sink.array.name
-    if sink.kind == "store":
-        return [], [f"conv::pointwise<Build>({to}, x, weight, {tail}, stream);"]
-    out = (
-        f"reduce::WideChannels<{sink.reduction}>"
-        if sink.kind == "channels"
-        else f"reduce::WidePositions<{sink.what}>"
-    )
-    loop = f"conv::ForwardMainloop<Build, {sink.tail}, store::Nothing, {out}>"
+    """What is stored beside another sink is what it calls kept."""
+    stored = [sink for sink in sinks if sink.kind == "store"]
+    if len(stored) == len(sinks):
+        (sink,) = sinks
+        return [], [
+            f"conv::pointwise<Build>(x, weight, stream, conv::Stored{{{sink.array.name}, {local(sink.tail)}}});"
+        ]
+    (sink,) = [sink for sink in sinks if sink.kind != "store"]
+    out, to = f"reduce::WidePositions<{sink.what}>", sink.array.name
+    if sink.kind == "channels":
+        out, to = f"reduce::WideChannels<{sink.reduction}>", f"partial_{number}"
+    kind, keep = "store::Nothing", "store::Nothing{}"
+    for each in stored:
+        kind = f"conv::KeptRows<Build, {each.element}, {each.tail}>"
+        keep = f"conv::kept_rows<Build, {each.element}>({each.array.name}, {local(each.tail)})"
     planned = [
-        f"constexpr int64_t tile_{number} = {loop}::kBySm90 ? 128 : 64;",
+        f"using Keep_{number} = {kind};",
+        f"using Loop_{number} = conv::ForwardMainloop<Build, {sink.tail}, Keep_{number}, {out}>;",
+        f"constexpr int64_t tile_{number} = Loop_{number}::kBySm90 ? 128 : 64;",
         f"const int64_t parts_{number} = e_H * ((e_W + tile_{number} - 1) / tile_{number});",
     ]
     exact = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {_each(number, sinks)}, stream); }}"
-    given = f"x, weight, {tail}, store::Nothing{{}}, {out}{{{to}}}, largest, stream, {exact}"
+    given = f"x, weight, {local(sink.tail)}, {keep}, {out}{{{to}}}, largest, stream, {exact}"
     return planned, [f"conv::wide<Build>({given});"]
 
 
@@ -570,16 +577,17 @@ MAINLOOPS = (
         declared=f"{_FILTER}\n"
         "using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT, JOINED>;\n"
         "using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;",
-        launch=["conv::pointwise<Build>(y, x, weight, tail, stream);"],
+        launch=["conv::pointwise<Build>(x, weight, stream, {stored});"],
         obstacle=_wide_obstacle,
         defines=_wide_defines,
         has_places=False,
+        most=2,
         sinks=Sinks(
             headers=("conv/wide.cuh", "reduce/wide.cuh"),
             declared=_VALUES,
             rate=650e12,
             splits=lambda job: False,
-            most=1,
+            most=2,
             channels=16,
             all=False,
             prepared=("const Scratch<int32_t> largest(N, stream);",),

@@ -23,6 +23,7 @@
 #include "conv/wide_sm90.cuh"
 #include "conv/wide_sm90_producer.cuh"
 #include "host/tensor.h"
+#include "store/kept_rows.cuh"
 
 namespace conv {
 
@@ -90,6 +91,17 @@ using ForwardMainloop =
              Build::kCountsInInt && Build::kXAligned * sizeof(typename Build::value_t) % 4 == 0, false,
              Input<typename Build::Operands>, Tail, Keep, Out>;
 
+// Of what waits where blocks join rows so wide; 0 where they don't.
+template <class Loop, class Rows> int64_t waiting_units(int width) {
+  if constexpr (!joins<Rows>) {
+    return 0;
+  } else {
+    expect((width - 1) % kTileWidth + 1 >= Rows::kSector, "a row whose last tile has a sector at least");
+    const dim3 grid = rows_grid<Loop>();
+    return int64_t(grid.x) * grid.y * kBandRows * Rows::template kOfRow<Loop::kBlockChannels>;
+  }
+}
+
 // largest (N) becomes the bits of each sample's largest finite magnitude. behind(Doubts) may launch more.
 struct NothingBehind {
   void operator()(const Doubts&) const {}
@@ -111,18 +123,14 @@ void wide(In<typename Build::value_t> x, In<typename Build::value_t> weight, con
     const int64_t tiles = N * args.height() * ceil_div(int(args.width()), kTileWidth);
     const bool whole_words = W * sizeof(typename Build::value_t) % 4 == 0 && uintptr_t(x.data) % 4 == 0;
     expect(tiles < kMostCounted && H * W < kMostCounted && whole_words, "sizes that are compiled for");
-    if constexpr (joins<Out>) {
-      const int last = int(args.width() - 1) % kTileWidth + 1;
-      expect(last >= Out::kSector, "a row whose last tile has a sector at least");
-      const dim3 grid = rows_grid<Loop>();
-      const int64_t rows = int64_t(grid.x) * grid.y * kBandRows;
-      const Scratch<uint4> waiting(rows * Out::template kOfRow<Loop::kBlockChannels>, stream);
-      typename Loop::Arguments joined = args;
-      joined.out.waiting = waiting;
-      convolve_rows<Loop>(joined, stream);
-    } else {
-      convolve_rows<Loop>(args, stream);
-    }
+    using Kept = typename Keep::Rows;
+    const int width = int(args.width());
+    const int64_t units = waiting_units<Loop, Out>(width);
+    const Scratch<uint4> waiting(units + waiting_units<Loop, Kept>(width), stream);
+    typename Loop::Arguments own = args;
+    if constexpr (joins<Out>) own.out.waiting = waiting;
+    if constexpr (joins<Kept>) own.keep.rows.waiting = waiting + units;
+    convolve_rows<Loop>(own, stream);
   } else {
     const Scratch<uint4> packed(packed_input_size<Loop>(N, H * W), stream);
     pack_input<Loop>(packed, bits, x, N, H * W, stream);
@@ -131,19 +139,34 @@ void wide(In<typename Build::value_t> x, In<typename Build::value_t> weight, con
   behind(Doubts{bits, 1, exponents, Loop::kScaled ? Loop::kPaddedOut : 0});
 }
 
-// y = tail(conv2d(x, weight)), right for all values of x and weight.
-template <class Build, class T, class Tail>
-void pointwise(const Out<T>& y, const In<typename Build::value_t>& x, const In<typename Build::value_t>& weight,
-               const Tail& tail, cudaStream_t stream) {
-  using Filter = typename Build::Filter;
-  using Values = Exact<Filter::kIn, Filter::kOut, 1, Filter::kHeight, Filter::kWidth>;
-  const Scratch<int32_t> largest(x.size(0), stream);
-  const Pointwise<Values, T, Tail> each{{x, weight}, y, tail};
-  using Rows = std::conditional_t<Build::kJoinsTiles, store::JoinedRows<T>, store::Rows<T>>;
-  Rows rows{};
+// The rows of y as such a build stores them; where it joins tiles, there are elements of 2 bytes or more.
+template <class Build, class T>
+using RowsOf = std::conditional_t<Build::kJoinsTiles && sizeof(T) >= 2, store::JoinedRows<T>, store::Rows<T>>;
+template <class Build, class T> RowsOf<Build, T> rows_of(T* y) {
+  RowsOf<Build, T> rows{};
   rows.y = y;
-  wide<Build>(x, weight, tail, store::Nothing{}, rows, largest, stream,
-              [&](const Doubts& doubts) { exact(doubts, x.size(0), each, stream); });
+  return rows;
+}
+template <class Build, class T, class Tail> using KeptRows = store::KeptRows<Tail, RowsOf<Build, T>>;
+template <class Build, class T, class Tail> KeptRows<Build, T, Tail> kept_rows(T* to, const Tail& tail) {
+  return {{}, tail, rows_of<Build>(to)};
+}
+
+// y.to = y.tail(conv2d(x, weight)), and likewise one that is kept beside it. Right for all values of x and weight.
+template <class Build, class T, class Tail, class... Ts, class... Tails>
+void pointwise(const In<typename Build::value_t>& x, const In<typename Build::value_t>& weight, cudaStream_t stream,
+               const Stored<T, Tail>& y, const Stored<Ts, Tails>&... kept) {
+  static_assert(sizeof...(kept) <= 1);
+  using Filter = typename Build::Filter;
+  const Exact<Filter::kIn, Filter::kOut, 1, Filter::kHeight, Filter::kWidth> values(x, weight);
+  const Scratch<int32_t> largest(x.size(0), stream);
+  const auto each = all_of(each_value<T>(values, y.to.data, y.tail), each_value<Ts>(values, kept.to.data, kept.tail)...);
+  const auto launch = [&](const auto& keep) {
+    wide<Build>(x, weight, y.tail, keep, rows_of<Build>(y.to.data), largest, stream,
+                [&](const Doubts& doubts) { exact(doubts, x.size(0), each, stream); });
+  };
+  if constexpr (sizeof...(kept) == 0) launch(store::Nothing{});
+  else launch(kept_rows<Build>(kept.to.data, kept.tail)...);
 }
 
 }  // namespace conv

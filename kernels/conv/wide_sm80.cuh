@@ -253,20 +253,24 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Wi
         return constants;
       };
       const auto low = constants(channel + lane / 4), high = constants(channel + 8 + lane / 4);
+      float* const staging = reinterpret_cast<float*>(shared) + warp * (store::Staged::kBytes / 4);
+      const int64_t row = (tile.n * kChannelsOut + channel) * args.height() + output_row;
+      const int64_t at = row * args.width() + column;
+      if constexpr (Keep::kStores)
+        args.keep.store_rows(at, staging, sums[i], tile.n, channel, plane_size, kChannelsOut - channel,
+                             args.width() - column, low, high, 0);
       const auto kept = apply<Keep, kScaled>(args.tail, sums[i], low, high);
       if constexpr (Keep::kKeeps) {
         uint32_t* const words = args.keep.template at<kChannelsOut>(tile.n, channel, output_row, column,
                                                                     args.height(), args.width());
         Keep::template store<kChannelsOut>(words, kept, kChannelsOut - channel, args.width() - column);
       }
-      float* const staging = reinterpret_cast<float*>(shared) + warp * (store::Staged::kBytes / 4);
       if constexpr (reduces<Out>) {
         args.out.accept(sums[i], staging,
                         {tile.n, output_row, channel, int(column), int(args.height()), int(args.width()), kChannelsOut});
       } else {
-        const int64_t row = (tile.n * kChannelsOut + channel) * args.height() + output_row;
-        store::Staged::store(args.out.y + row * args.width() + column, staging, sums[i], plane_size,
-                             min(kChannelsOut - channel, 16), args.width() - column);
+        store::Staged::store(args.out.y + at, staging, sums[i], plane_size, min(kChannelsOut - channel, 16),
+                             args.width() - column);
       }
     }
   }

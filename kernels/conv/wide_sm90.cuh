@@ -32,19 +32,20 @@
 namespace conv {
 
 template <class Conv, class Source, class Tail, class Keep, class Out>
-struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
-  using Layout = PipelineSm90<Conv, Source, Tail, Out>;
+struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
+  using Layout = PipelineSm90<Conv, Source, Tail, Keep, Out>;
   using Arguments = conv::Arguments<Conv, Source, Tail, Keep, Out>;
   using Constants = ChannelConstants<Tail>;
   using typename Conv::operand_t;
   using result_t = typename Out::result_t;
-  using Tiles = std::conditional_t<joins<Out>, BandScheduler, TileScheduler>;
+  static constexpr bool kJoins = joins<Out> || joins<typename Keep::Rows>;
+  using Tiles = std::conditional_t<kJoins, BandScheduler, TileScheduler>;
   static constexpr bool kGuessesScale = Source::kGuessesScale;
   using Conv::kBlockChannels, Conv::kChannelsOut, Conv::kFirstExponent, Conv::kKernelH, Conv::kKernelW,
       Conv::kMTiles, Conv::kPitch, Conv::kRowBytes, Conv::kScaled, Conv::kTapSteps;
   using Layout::kConstantsAt, Layout::kInTurns, Layout::kRegisterSteps, Layout::kSharedConstants,
-      Layout::kSharers, Layout::kStages, Layout::kStagingAt, Layout::kSteps, Layout::kWeightBytes,
-      Layout::kWeightCopies, Layout::kWholeRows;
+      Layout::kSharers, Layout::kStages, Layout::kStagingAt, Layout::kSteps, Layout::kWarpBytes,
+      Layout::kWeightBytes, Layout::kWeightCopies, Layout::kWholeRows;
 
 #if TENSOR_CORE_WGMMA
 
@@ -126,18 +127,19 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
 
   // What a sink that joins tiles makes of the ends of the warp's, in row `line` of its band. It joins the ends of
   // rows, too, where a consumer has all of them.
-  static __device__ __forceinline__ auto ends_of(const Arguments& args, const BandScheduler::Place& place,
-                                                 int line, int local_channel, int OW) {
+  template <class Rows>
+  static __device__ __forceinline__ auto ends_of(const Rows& rows, const BandScheduler::Place& place, int line,
+                                                 int local_channel, int OW) {
     const int block = blockIdx.y * gridDim.x + blockIdx.x;
     const int lane = thread_index_anew() % 32, half = lane % 16 * 2 + lane / 16;
-    const int of_warp = local_channel / 16 * Out::kOfWarp + half;
-    constexpr int kOfRow = Out::template kOfRow<kBlockChannels>;
-    uint4* const meet = args.out.waiting + ((block * kBandRows + line) * kOfRow + of_warp);
-    uint4* const below = meet + Out::kOfWarp / 2;
-    typename Out::Ends ends{{Out::kGives, meet}, {Out::kTakes, meet}};
+    const int of_warp = local_channel / 16 * Rows::kOfWarp + half;
+    constexpr int kOfRow = Rows::template kOfRow<kBlockChannels>;
+    uint4* const meet = rows.waiting + ((block * kBandRows + line) * kOfRow + of_warp);
+    uint4* const below = meet + Rows::kOfWarp / 2;
+    typename Rows::Ends ends{{Rows::kGives, meet}, {Rows::kTakes, meet}};
     const bool above = kSharers == 1 && line > 0, under = kSharers == 1 && line + 1 < place.rows;
-    if (place.column == 0) ends.left = {above ? Out::kTakes : Out::kAlone, below - kOfRow};
-    if (place.column + kTileWidth >= OW) ends.right = {under ? Out::kGives : Out::kAlone, below};
+    if (place.column == 0) ends.left = {above ? Rows::kTakes : Rows::kAlone, below - kOfRow};
+    if (place.column + kTileWidth >= OW) ends.right = {under ? Rows::kGives : Rows::kAlone, below};
     return ends;
   }
 
@@ -149,7 +151,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
     const int consumer = warp / 4, turn = consumer % kSharers;
     const int local_channel = consumer / kSharers * 64 + warp % 4 * 16;
     const int channel = blockIdx.y * kBlockChannels + local_channel;
-    uint8_t* const staging = shared + kStagingAt + warp * Out::kWarpBytes;
+    uint8_t* const staging = shared + kStagingAt + warp * kWarpBytes;
     Constants* const constants = reinterpret_cast<Constants*>(shared + kConstantsAt) + warp * 16;
     uint8_t* const in_shared = shared + kStages * kRowBytes + consumer % kWeightCopies * kWeightBytes;
     uint32_t in_registers[kRegisterSteps][4];
@@ -166,7 +168,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
     };
     const int OH = tiles.OH, OW = args.width();
     // Does a channel's next row follow this one in memory, and is it this consumer's?
-    const bool runs_on = kSharers == 1 && tiles.strips == 1 && OW >= Out::kSector;
+    const bool runs_on = !Keep::kStores && kSharers == 1 && tiles.strips == 1 && OW >= Out::kSector;
     begin_turns(consumer, tiles.begin);
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end;) {
@@ -196,7 +198,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
       for (; tile < stop; tile++, to += OW, words += Keep::template row_pitch<kChannelsOut>(OW)) {
         await_row();
         // Joined tiles of a row are the same consumer's.
-        if (kSharers > 1 && (joins<Out> ? place.row + tile - start : tile) % kSharers != turn) {
+        if (kSharers > 1 && (kJoins ? place.row + tile - start : tile) % kSharers != turn) {
           release();
           continue;
         }
@@ -204,12 +206,20 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
         acquire_mma(consumer);
         multiply_tile(sums, in_registers, in_shared, shared, oldest.stage);
         release_mma(consumer);
-        if constexpr (joins<Out>)
-          Out::fetch(to, staging, int64_t(OH) * OW, pixels, ends_of(args, place, tile - start, local_channel, OW));
+        const auto ends = [&](const auto& rows) { return ends_of(rows, place, tile - start, local_channel, OW); };
+        const auto fetch = [&] {
+          if constexpr (joins<Out>) Out::fetch(to, staging, int64_t(OH) * OW, pixels, ends(args.out));
+        };
+        if constexpr (!Keep::kStores) fetch();
         await_products<0>();
         hold(sums);
         release();
         const int low = lane / 4, high = low + 8;
+        if constexpr (Keep::kStores) {
+          args.keep.store_rows(to - args.out.y, staging, sums, place.n, channel, int64_t(OH) * OW, kChannelsOut - channel,
+                               pixels, constants[low], constants[high], ends);
+          fetch();
+        }
         if constexpr (!kSharedConstants) {
           apply<Keep, kScaled>(args.tail, sums, constants_of(channel + low), constants_of(channel + high));
         } else {
@@ -220,7 +230,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
           args.out.accept(sums, staging, {place.n, place.row + tile - start, channel, place.column, OH, OW, kChannelsOut});
         } else if constexpr (joins<Out>) {
           Out::store(to, staging, sums, int64_t(OH) * OW, kChannelsOut - channel, pixels,
-                     ends_of(args, place, tile - start, local_channel, OW));
+                     ends(args.out));
         } else {
           Out::store(to, staging, sums, int64_t(OH) * OW, kChannelsOut - channel, pixels,
                      runs_on && tile != start, runs_on && tile + 1 != stop);

@@ -13,7 +13,7 @@ namespace conv {
 //   produce(args, tiles, pipeline, stages, own, again)       fills the stages, row by row; tiles: a scheduler
 template <class Conv, class Source> struct Producer;
 
-template <class Conv, class Source, class Tail, class Out> struct PipelineSm90 : Conv {
+template <class Conv, class Source, class Tail, class Keep, class Out> struct PipelineSm90 : Conv {
   using Conv::kBlockChannels, Conv::kChannelsIn, Conv::kKBlocks, Conv::kKernelH, Conv::kRowBytes,
       Conv::kSplit, Conv::kTapSteps, Conv::kTaps, Conv::kTransposed;
   using OwnProducer = Producer<Conv, Source>;
@@ -43,9 +43,10 @@ template <class Conv, class Source, class Tail, class Out> struct PipelineSm90 :
   static constexpr int kWeightCopies = kTransposed ? 1 : kConsumers;
   static constexpr bool kSharedConstants = !kTransposed;  // else read anew for each tile: there is no room
 
-  // Shared memory: operands, weights, the sink's, constants, the producer's, full, empty.
+  // Shared memory: operands, weights, the sinks', constants, the producer's, full, empty.
+  static constexpr int kWarpBytes = Out::kWarpBytes > Keep::kWarpBytes ? Out::kWarpBytes : Keep::kWarpBytes;
   static constexpr int kStagingAt = kStages * kRowBytes + kWeightCopies * kWeightBytes;
-  static constexpr int kConstantsAt = kStagingAt + kConsumers * 4 * Out::kWarpBytes;
+  static constexpr int kConstantsAt = kStagingAt + kConsumers * 4 * kWarpBytes;
   static constexpr int kProducerAt =
       kConstantsAt + (kSharedConstants ? kConsumers * 64 * int(sizeof(ChannelConstants<Tail>)) : 0);
   static constexpr int kBarriersAt = kProducerAt + OwnProducer::kSharedBytes;

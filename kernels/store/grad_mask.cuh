@@ -33,7 +33,9 @@ HOST_DEVICE int64_t mask_index(
 // A sink of masks.
 struct GradMask {
   int32_t* words;
-  static constexpr bool kKeeps = true;
+  static constexpr bool kKeeps = true, kStores = false;  // masks; rows (store/kept_rows.cuh)
+  using Rows = void;
+  static constexpr int kWarpBytes = 0;  // of staging
 
   // A lane's, of the values that a product leaves it: a word per channel and strip.
   template <int kTiles> struct Kept {
@@ -69,10 +71,12 @@ struct GradMask {
   }
 };
 
-// In its place where nothing is kept.
+// In its place where nothing is kept, or no masks.
 struct Nothing {
   int32_t* words;
-  static constexpr bool kKeeps = false;
+  static constexpr bool kKeeps = false, kStores = false;
+  using Rows = void;
+  static constexpr int kWarpBytes = 0;
   template <int kTiles> struct Kept {};
   template <int kChannels>
   __device__ __forceinline__ uint32_t* at(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) const {

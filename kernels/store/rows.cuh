@@ -17,9 +17,9 @@ struct Staged {
   static constexpr int kBytes = 16 * kPitch * 4;  // of a warp
 
   // 16 channels × 64 pixels to y at `to`, channels `stride` apart; of these `channels` and `pixels` exist.
-  template <class T>
-  static __device__ __forceinline__ void store(T* to, float* staging, const float (&values)[8][4],
-                                               int64_t stride, int channels, int64_t pixels) {
+  template <class T, class Values>
+  static __device__ __forceinline__ void store(T* to, float* staging, const Values& values, int64_t stride,
+                                               int channels, int64_t pixels) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     __syncwarp();  // the last 16 channels have been read
 #pragma unroll
@@ -50,8 +50,8 @@ template <class T> struct Rows {
 
 #if TENSOR_CORE_WGMMA
   // Half of a lane's results, those of channel g + 8·kHalf of the warp, to that channel's `row` of staging.
-  template <int kHalf>
-  static __device__ __forceinline__ void write_staging(T* row, const float (&values)[16][4], bool aligned) {
+  template <int kHalf, class Values>
+  static __device__ __forceinline__ void write_staging(T* row, const Values& values, bool aligned) {
     if (aligned) {
 #pragma unroll
       for (int j = 0; j < 16; j++)
@@ -71,9 +71,9 @@ template <class T> struct Rows {
   // memory the next row of a channel may follow this one. Where this row continues the last in that way
   // (`continues`), the last one's rest, less than a sector, is still in staging and goes along; where the
   // next row will continue this one (`continued`), this one's rest waits for it. Threads store what is left.
-  static __device__ __forceinline__ void store(T* to, uint8_t* of_warp, const float (&values)[16][4],
-                                               int64_t stride, int channels, int pixels, bool continues,
-                                               bool continued) {
+  template <class Values>
+  static __device__ __forceinline__ void store(T* to, uint8_t* of_warp, const Values& values, int64_t stride,
+                                               int channels, int pixels, bool continues, bool continued) {
     T* const staging = reinterpret_cast<T*>(of_warp);
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const auto shift_of = [&](int channel) {
@@ -174,7 +174,8 @@ template <class T> struct JoinedRows : Rows<T> {
     commit_copies();
   }
   // Likewise, after fetch. pixels: 128 where the last sector takes, else as many as fill a sector at least.
-  static __device__ __forceinline__ void store(T* to, uint8_t* of_warp, const float (&values)[16][4], int64_t stride,
+  template <class Values>
+  static __device__ __forceinline__ void store(T* to, uint8_t* of_warp, const Values& values, int64_t stride,
                                                int channels, int pixels, const Ends& ends) {
     const Span span(to, of_warp, stride, pixels);
     T* const staging = reinterpret_cast<T*>(of_warp);
