@@ -50,6 +50,18 @@ class Activated(nn.Module):
         return torch.relu(self.conv(x)) * self.scale + self.bias
 
 
+class Smooth(nn.Module):
+    """y = gelu(conv(x) * factor) - scale, whose backward needs v and parameters as they were."""
+
+    def __init__(self, channels_in, channels, scale):
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(channels_in, channels, 3), scale
+        self.factor = nn.Parameter(torch.randn(channels, 1, 1))
+
+    def forward(self, x):
+        return nn.functional.gelu(self.conv(x) * self.factor) - self.scale
+
+
 # Small sizes of the problems, by init_inputs and x's.
 SMALL = {
     "conv2d_min_add_multiply": ((16, 32, 3, 0.5, (32, 1, 1), 2.0), (2, 16, 9, 20)),
@@ -163,11 +175,13 @@ def by_our_own(gpu, on_the_cpu, monkeypatch):  # noqa: F811
     return cell
 
 
-@pytest.mark.parametrize("Model", [Activated, Normed])
+@pytest.mark.parametrize("Model", [Activated, Smooth, Normed])
 def test_convolutions_of_our_own_in_the_emulation(Model, by_our_own, monkeypatch):
-    """Where nothing is kept, y by one launcher, and else v; running statistics as Model's; only for what they were chosen for."""
+    """y by one launcher, with what backward needs by another, or else v; running statistics as Model's; only for what they were chosen for."""
     launchers, names = by_our_own(Model)
-    assert {"forward", "convolve", "forward_saving"} <= launchers.keys() and "v" not in launchers["forward"]
+    assert {"forward", "forward_saving"} <= launchers.keys() and "v" not in launchers["forward"]
+    assert ("convolve" in launchers) == (Model is Normed)
+    assert ("v" in launchers["forward_saving"]) == (Model is not Activated)
     names["check"]()
     ours, theirs, x = pair(names)
     with torch.no_grad():

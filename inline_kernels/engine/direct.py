@@ -286,7 +286,7 @@ class Stored(NamedTuple):
         return "Tail" if self.name == "y" else f"Tail_{self.name}"
 
 
-def _source(segment, mainloop: Mainloop, front: Front, results: Sequence[Stored], more: str) -> str:
+def _source(segment, mainloop: Mainloop, front: Front, results: Sequence[Stored]) -> str:
     members = _members(results)
     tensors = [f"In<{m.ctype}> {m.name}" for m in members if m.is_tensor]
     numbers = [f"double {m.name}" for m in members if not m.is_tensor]
@@ -319,7 +319,6 @@ def _source(segment, mainloop: Mainloop, front: Front, results: Sequence[Stored]
             *made,
             *[f"  {line}" for line in launch],
             "}",
-            more,
         ]
     )
 
@@ -334,14 +333,20 @@ def _members(results: Sequence[Stored]) -> list[Member]:
 
 class Written(NamedTuple):
     """A segment's source for a mainloop. Its launcher takes results (y; or what `front` is, where `rest` computes y from that; or y and what
-    backward needs), x, weight and `members`. rest: the passes behind, or where backward follows all of the schedule `load`."""
+    backward needs), x, weight and `members`. rest: the passes behind, or where backward follows all of the schedule `load`. `own`: its text,
+    and `behind`, that of the others."""
 
     mainloop: Mainloop
     front: Front
-    source: str
+    own: str
+    behind: str
     results: list[Array]
     members: list[Member]
     rest: programs.Composed | None
+
+    @property
+    def source(self) -> str:
+        return f"{self.own}\n{self.behind}"
 
 
 def _written(segment, mainloop: Mainloop, exact_order: bool, composed: programs.Composed | None) -> Written:
@@ -367,9 +372,9 @@ def _write(segment, mainloop: Mainloop, exact_order: bool) -> Written:
     text = _Writer(segment, front, mainloop.has_places).text()
     rest = None if front.node is y else _rest(segment, y, front)
     result = Stored("y", "accumulate_t" if rest else "output_t", text)
-    own = _source(segment, mainloop, front, [result], rest.text if rest else "")
+    own = _source(segment, mainloop, front, [result])
     array = Array("y", "real" if rest else "output", front.node.space)
-    return Written(mainloop, front, own, [array], text.members, rest)
+    return Written(mainloop, front, own, rest.text if rest else "", [array], text.members, rest)
 
 
 def _write_saving(segment, mainloop: Mainloop, composed: programs.Composed) -> Written:
@@ -394,9 +399,8 @@ def _write_saving(segment, mainloop: Mainloop, composed: programs.Composed) -> W
     named = {"backward": composed.backward_names}
     back = source.compose({"backward": composed.backward}, named, "cuda", "", turns=True)
     front = Front(nodes["y"])
-    return Written(
-        mainloop, front, _source(segment, mainloop, front, results, back), arrays, _members(results), composed
-    )
+    own = _source(segment, mainloop, front, results)
+    return Written(mainloop, front, own, back, arrays, _members(results), composed)
 
 
 def _copied(node: Node) -> Node | None:
@@ -498,6 +502,12 @@ def _build(written: Written, case: Case) -> dict:
 
 def requests(case: Case) -> list[dict]:
     return [_build(_chosen(case), case)]
+
+
+def alone(case: Case) -> tuple[dict, list[Array]]:
+    """What is built of its convolution with its results, and these: not what follows. Raises Unsupported."""
+    written = _chosen(case)
+    return _build(written, case) | {"source": f"{written.own}\n"}, written.results
 
 
 def describe(case: Case) -> str:

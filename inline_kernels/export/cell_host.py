@@ -162,12 +162,12 @@ def _run(given, saving):
     step = len(x) if saving or not _SAMPLES else _SAMPLES
     for first in range(0, len(x), step):
         part, out = (t[first : first + step] for t in (x, y)) if step < len(x) else (x, y)
-        made = given | {"x": part, "y": out}
-        if "v" in _LAUNCHERS[name] and "convolve" in _LAUNCHERS:
-            made["v"] = x.new_empty(_shape_of_v(part.shape))
-            _launch("convolve", made)
-        elif "v" in _LAUNCHERS[name]:  # the library convolves
+        made, reads_v = given | {"x": part, "y": out}, _LAUNCHERS[name].get("v", "")[:3] == "In<"
+        if reads_v and "convolve" not in _LAUNCHERS:  # the library convolves
             made["v"] = torch.ops.aten.convolution(part, given["weight"], None, *_CONVOLUTION)
+        elif "v" in _LAUNCHERS[name]:
+            made["v"] = x.new_empty(_shape_of_v(part.shape))
+            _launch("convolve", made) if reads_v else None
         _launch(name, made, {} if saving else dict.fromkeys(_LAUNCHERS[name], 0))
     return made | {"x": x, "y": y}
 
@@ -183,8 +183,8 @@ class _Function(torch.autograd.Function):
     def forward(ctx, numbers, names, *tensors):
         made = _run(dict(zip(names, tensors)) | numbers, saving=True)
         ctx.names, ctx.numbers = names, numbers
-        of_gradients = [name for name in (*names, "v") if name in made]
-        ctx.like = {name: (made[name].shape, made[name].dtype) for name in of_gradients}
+        ctx.like = {name: (made[name].shape, made[name].dtype) for name in names}
+        ctx.like |= {"v": (_shape_of_v(made["x"].shape), _DTYPE)} if "v" in _GRADIENTS else {}
         kept = {name: t for name, t in made.items() if name in _KEPT and isinstance(t, torch.Tensor)}
         ctx.kept = [*kept]
         ctx.save_for_backward(*kept.values())

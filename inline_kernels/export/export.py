@@ -38,11 +38,21 @@ from torch import nn
 
 import models
 from inline_kernels import problem as problems
-from inline_kernels.engine import between, cases, library, mainloops, programs, schedule, stored, tiling
+from inline_kernels.engine import (
+    between,
+    cases,
+    direct,
+    library,
+    mainloops,
+    programs,
+    schedule,
+    stored,
+    tiling,
+)
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
 from inline_kernels.engine.naming import identifier
-from inline_kernels.engine.passes import Planes
+from inline_kernels.engine.passes import Array, Planes, Program
 from inline_kernels.engine.segment import Segment
 from inline_kernels.engine.source import Own, compose
 from inline_kernels.export.used import used
@@ -167,9 +177,9 @@ def generated(model: nn.Module, x: torch.Tensor, device: str, by_our_own: bool =
         raise ValueError(f"a cell can't have {next(filter(refused.get, refused))}")
     plans = [_plan(segment, x, weight, device, saving) for saving in (False, True)]
     (ahead, saving), back = [plan.composed for plan in plans], plans[1].composed
-    own = _of_our_own(model, segment, x) if by_our_own else {}
+    own = _of_our_own(model, segment, x, plans[1]) if by_our_own else {}
     programs = {} if "forward" in own else {"forward": (plans[0], ahead.forward, ahead.forward_names)}
-    if "forward" in own or [a.name for a in saving.saved if a.name != "v"]:
+    if "forward_saving" not in own and ("forward" in own or [a.name for a in saving.saved if a.name != "v"]):
         programs["forward_saving"] = plans[1], saving.forward, saving.forward_names
     if back.backward and back.backward.roots:
         programs["backward"] = plans[1], back.backward, back.backward_names
@@ -216,9 +226,9 @@ def _only_segment(model: nn.Module, x: torch.Tensor) -> Segment:
     return structure.parts[0].segment
 
 
-def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor) -> dict[str, dict]:
+def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor, plan: schedule.Plan) -> dict[str, dict]:
     """What is built for convolutions of our own that are expected to be faster on the GPU that is here, as launchers: `forward`, which computes
-    y, where nothing is kept for backward, and `convolve`."""
+    y, where nothing is kept for backward; `forward_saving`, which keeps what backward needs, as `plan` has it; and for what is left `convolve`."""
     fast, found = fuse(copy.deepcopy(model).to("cuda" if torch.cuda.is_available() else "cpu")), {}
     with torch.no_grad():
         (decision,) = structure_of(fast, (x,), {}).decisions(fast, (x,), {})
@@ -227,26 +237,75 @@ def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor) -> dict[str
     shape, weight = x.shape, fast.get_parameter(segment.parameters[0])
     case = cases.Case(segment, (library.without_memory(weight, shape, x.dtype), weight), True, x.dtype)
     try:
+        request, results = direct.alone(case)
+        found["forward_saving"] = request | {"source": _saving(request["source"], results, plan)}
+    except schedule.Unsupported:
+        pass
+    try:
         (request,) = stored.convolving(case).requests(stored.alone(case))
         found["convolve"] = request | {"source": _convolving(request["source"])}
     except schedule.Unsupported:
         pass
     runs_tf32 = between.runs_tf32(segment, case.x, weight)  # where all but TF32 takes eager's error for ours
     for launcher, request in [*found.items()]:
-        follows = [each.name for each in parse_launchers(request["source"])] != [launcher]  # another pass
-        if follows or runs_tf32 and str(request["defines"].get("SPLIT")) != "0":
-            del found[launcher]
-    of_both = [set(request["defines"].items()) for request in found.values()]
-    if len({macro for macro, _ in set().union(*of_both)}) < len(set().union(*of_both)):
-        found.pop("forward")  # they are built for other sizes of memory
-    return found
+        names = [each.name for each in parse_launchers(request["source"]) if not each.asked]
+        if names != [launcher] or runs_tf32 and str(request["defines"].get("SPLIT")) != "0":
+            del found[launcher]  # another pass follows, or it is more exact than eager
+    if {"forward", "forward_saving"} <= found.keys():
+        found.pop("convolve", None)
+    return _of_one_build(found)
+
+
+def _of_one_build(found: dict[str, dict]) -> dict[str, dict]:
+    """Those that can stand in one text: what macros are to one of them alone is written out in its own."""
+    values: dict[str, set] = {}
+    for request in found.values():
+        for macro, value in request["defines"].items():
+            values.setdefault(macro, set()).add(str(value))
+    shared, declared, together = {macro for macro, each in values.items() if len(each) == 1}, {}, {}
+    for launcher, request in reversed(found.items()):
+        text, defines = request["source"], request["defines"]
+        for macro in defines.keys() - shared:
+            text = re.sub(rf"\b{macro}\b", str(defines[macro]), text)
+        own = dict(re.findall(r"^using (\w+) = (.*);$", text, flags=re.M))
+        if all(declared.get(name, meaning) == meaning for name, meaning in own.items()):
+            declared |= own
+            defines = {macro: value for macro, value in defines.items() if macro in shared}
+            together[launcher] = request | {"source": text, "defines": defines}
+    return together
+
+
+def _renamed(text: str, words: Mapping[str, str]) -> str:
+    return re.sub(rf"\b({'|'.join(words)})\b", lambda found: words[found[0]], text)
 
 
 def _convolving(text: str) -> str:
     """The source of a convolution alone, whose launcher gives v."""
-    for word, other in (("forward", "convolve"), ("y", "v"), ("Tail", "Whole")):
-        text = re.sub(rf"\b{word}\b", other, text)
-    return text
+    return _renamed(text, {"forward": "convolve", "y": "v", "Tail": "Whole"})
+
+
+def _saving(text: str, results: Sequence[Array], plan: schedule.Plan) -> str:
+    """The source of a convolution that stores y and more, whose launcher makes the copies of parameters, too, that backward needs."""
+    structs = re.findall(r"^struct (\w+)", text, flags=re.M)
+    text = _renamed(text, {each: f"{each}_saving" for each in structs} | {"forward": "forward_saving"})
+    sizes, name = plan.sizes, "forward_saving"
+    count = sizes.C * sizes.positions("e")
+    for array in results:
+        if array.name not in ("y", "v"):
+            text += f"\nEXPORT int64_t {array.name}_size(In<value_t> x) {{ return x.size(0) * {count}; }}\n"
+    program = plan.composed.forward
+    copied = [array.name for array in program.kept]
+    if not copied:
+        return text
+    roots = [root for root in program.roots if root.name in copied]
+    copies = Program(plan.segment.graph, roots, {}, few_channels=False)
+    names = programs.names_of(plan.segment, copies)
+    more = _sized(compose({name: copies}, {name: names}, "cuda", ""), name, plan, copies, plan.segment)
+    form = re.compile(rf"^EXPORT void {name}\((.*), cudaStream_t stream\) {{\n((?: .*\n)*)}}\n", flags=re.M)
+    (given, body), (of_copies, copying) = (form.search(each).groups() for each in (text, more))
+    given = ", ".join(dict.fromkeys([*given.split(", "), *of_copies.split(", ")]))
+    launcher = f"EXPORT void {name}({given}, cudaStream_t stream) {{\n{body}{copying}}}\n"
+    return "\n".join([form.sub("", text), form.sub("", more), launcher])
 
 
 def _chosen_for(x: torch.Tensor, defines: Mapping[str, object]) -> str:

@@ -23,6 +23,7 @@
 #include "conv/wide_sm90.cuh"
 #include "conv/wide_sm90_producer.cuh"
 #include "host/tensor.h"
+#include "store/joined_rows.cuh"
 #include "store/kept_rows.cuh"
 
 namespace conv {
@@ -91,17 +92,6 @@ using ForwardMainloop =
              Build::kCountsInInt && Build::kXAligned * sizeof(typename Build::value_t) % 4 == 0, false,
              Input<typename Build::Operands>, Tail, Keep, Out>;
 
-// Of what waits where blocks join rows so wide; 0 where they don't.
-template <class Loop, class Rows> int64_t waiting_units(int width) {
-  if constexpr (!joins<Rows>) {
-    return 0;
-  } else {
-    expect((width - 1) % kTileWidth + 1 >= Rows::kSector, "a row whose last tile has a sector at least");
-    const dim3 grid = rows_grid<Loop>();
-    return int64_t(grid.x) * grid.y * kBandRows * Rows::template kOfRow<Loop::kBlockChannels>;
-  }
-}
-
 // largest (N) becomes the bits of each sample's largest finite magnitude. behind(Doubts) may launch more.
 struct NothingBehind {
   void operator()(const Doubts&) const {}
@@ -123,14 +113,18 @@ void wide(In<typename Build::value_t> x, In<typename Build::value_t> weight, con
     const int64_t tiles = N * args.height() * ceil_div(int(args.width()), kTileWidth);
     const bool whole_words = W * sizeof(typename Build::value_t) % 4 == 0 && uintptr_t(x.data) % 4 == 0;
     expect(tiles < kMostCounted && H * W < kMostCounted && whole_words, "sizes that are compiled for");
-    using Kept = typename Keep::Rows;
-    const int width = int(args.width());
-    const int64_t units = waiting_units<Loop, Out>(width);
-    const Scratch<uint4> waiting(units + waiting_units<Loop, Kept>(width), stream);
-    typename Loop::Arguments own = args;
-    if constexpr (joins<Out>) own.out.waiting = waiting;
-    if constexpr (joins<Kept>) own.keep.rows.waiting = waiting + units;
-    convolve_rows<Loop>(own, stream);
+    if constexpr (Loop::kJoins) {
+      using Kept = typename Keep::Rows;
+      using Joined = std::conditional_t<joins<Out>, Out, Kept>;
+      const int64_t units = Joined::template units<Loop::kBlockChannels>(rows_grid<Loop>(), int(args.width()));
+      const Scratch<uint4> waiting(units * (joins<Out> + joins<Kept>), stream);
+      typename Loop::Arguments joined = args;
+      if constexpr (joins<Out>) joined.out.waiting = waiting;
+      if constexpr (joins<Kept>) joined.keep.rows.waiting = waiting + units * joins<Out>;
+      convolve_rows<Loop>(joined, stream);
+    } else {
+      convolve_rows<Loop>(args, stream);
+    }
   } else {
     const Scratch<uint4> packed(packed_input_size<Loop>(N, H * W), stream);
     pack_input<Loop>(packed, bits, x, N, H * W, stream);

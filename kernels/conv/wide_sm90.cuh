@@ -39,7 +39,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
   using typename Conv::operand_t;
   using result_t = typename Out::result_t;
   static constexpr bool kJoins = joins<Out> || joins<typename Keep::Rows>;
-  using Tiles = std::conditional_t<kJoins, BandScheduler, TileScheduler>;
+  using Tiles = typename TilesOf<std::conditional_t<joins<Out>, Out, typename Keep::Rows>>::type;
   static constexpr bool kGuessesScale = Source::kGuessesScale;
   using Conv::kBlockChannels, Conv::kChannelsOut, Conv::kFirstExponent, Conv::kKernelH, Conv::kKernelW,
       Conv::kMTiles, Conv::kPitch, Conv::kRowBytes, Conv::kScaled, Conv::kTapSteps;
@@ -125,24 +125,6 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
     commit_products();
   }
 
-  // What a sink that joins tiles makes of the ends of the warp's, in row `line` of its band. It joins the ends of
-  // rows, too, where a consumer has all of them.
-  template <class Rows>
-  static __device__ __forceinline__ auto ends_of(const Rows& rows, const BandScheduler::Place& place, int line,
-                                                 int local_channel, int OW) {
-    const int block = blockIdx.y * gridDim.x + blockIdx.x;
-    const int lane = thread_index_anew() % 32, half = lane % 16 * 2 + lane / 16;
-    const int of_warp = local_channel / 16 * Rows::kOfWarp + half;
-    constexpr int kOfRow = Rows::template kOfRow<kBlockChannels>;
-    uint4* const meet = rows.waiting + ((block * kBandRows + line) * kOfRow + of_warp);
-    uint4* const below = meet + Rows::kOfWarp / 2;
-    typename Rows::Ends ends{{Rows::kGives, meet}, {Rows::kTakes, meet}};
-    const bool above = kSharers == 1 && line > 0, under = kSharers == 1 && line + 1 < place.rows;
-    if (place.column == 0) ends.left = {above ? Rows::kTakes : Rows::kAlone, below - kOfRow};
-    if (place.column + kTileWidth >= OW) ends.right = {under ? Rows::kGives : Rows::kAlone, below};
-    return ends;
-  }
-
   // Multiplies, finishes and hands on the tiles of a warpgroup's 64 channels.
   static __device__ __forceinline__ void consume(const Arguments& args, const Tiles& tiles,
                                                  const Pipeline<kStages>& pipeline, uint8_t* shared,
@@ -206,7 +188,9 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
         acquire_mma(consumer);
         multiply_tile(sums, in_registers, in_shared, shared, oldest.stage);
         release_mma(consumer);
-        const auto ends = [&](const auto& rows) { return ends_of(rows, place, tile - start, local_channel, OW); };
+        const auto ends = [&](const auto& rows) {
+          return rows.template ends<kBlockChannels, kSharers == 1>(place, tile - start, local_channel, OW);
+        };
         const auto fetch = [&] {
           if constexpr (joins<Out>) Out::fetch(to, staging, int64_t(OH) * OW, pixels, ends(args.out));
         };

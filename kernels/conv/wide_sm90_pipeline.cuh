@@ -80,33 +80,10 @@ struct TileScheduler {
   }
 };
 
-// The same where a block has whole rows of several tiles: blocks share all rows evenly, and tiles are counted
-// through bands of up to kBandRows rows of a sample, strips of a band from right to left, and rows. Only the
-// first tile of a strip is asked for.
-constexpr int kBandRows = 32;
-struct BandScheduler {
-  int OH, strips, begin, end;
-  template <class Arguments>
-  __device__ __forceinline__ explicit BandScheduler(const Arguments& args)
-      : OH(args.height()), strips(ceil_div(args.width(), kTileWidth)) {
-    const int rows = int(args.N) * OH;
-    begin = int(int64_t(rows) * blockIdx.x / gridDim.x) * strips;
-    end = int(int64_t(rows) * (blockIdx.x + 1) / gridDim.x) * strips;
-  }
-  struct Place : TilePlace { int rows; };  // of the band
-  __device__ __forceinline__ Place operator[](int tile) const {
-    // A row of the tile's band, since bands have whole rows; and the band's first one.
-    const int row = tile / strips, n = row / OH, first = row - (row - max(begin / strips, n * OH)) % kBandRows;
-    const int rows = min(first + kBandRows, min((n + 1) * OH, end / strips)) - first;
-    const int strip = strips - 1 - (tile - first * strips) / rows;
-    return {{n, strip * kTileWidth, first - n * OH}, rows};
-  }
-  __device__ __forceinline__ int count(int, const Place& place) const { return place.rows; }
-  __device__ __forceinline__ int stop(int tile, const Place& place) const { return tile + place.rows; }
-};
-
-// Does an `Out` join what tiles side by side store, so that a block is to have whole rows?
-template <class Out, class = void> constexpr bool joins = false;
-template <class Out> constexpr bool joins<Out, std::enable_if_t<Out::kJoins>> = true;
+// Do rows join what tiles side by side store, so that a block is to have whole rows, in another order?
+template <class Rows, class = void> constexpr bool joins = false;
+template <class Rows> constexpr bool joins<Rows, std::enable_if_t<Rows::kJoins>> = true;
+template <class Rows, bool = joins<Rows>> struct TilesOf { using type = TileScheduler; };
+template <class Rows> struct TilesOf<Rows, true> { using type = typename Rows::Tiles; };
 
 }  // namespace conv

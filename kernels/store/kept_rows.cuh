@@ -2,6 +2,7 @@
 // rows (store/rows.cuh) that a warp stores before its results, by way of the same staging.
 #pragma once
 #include "conv/tail.cuh"
+#include "conv/wide_sm90_pipeline.cuh"
 #include "store/grad_mask.cuh"
 #include "store/rows.cuh"
 
