@@ -108,6 +108,7 @@ def replace_kernels(monkeypatch) -> None:
     monkeypatch.setattr(schedule, "forward", _forward)
     monkeypatch.setattr(schedule, "backward", _backward)
     monkeypatch.setattr(schedule, "saved", _saved)
+    monkeypatch.setattr(schedule, "spends", lambda plan: False)
     monkeypatch.setattr(schedule, "requests", lambda *given: [])
     monkeypatch.setattr(schedule, "describe", lambda *given: "the graph by torch")
 

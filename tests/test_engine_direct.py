@@ -19,7 +19,17 @@ from benchmarks import level2
 from generated import arguments_of, segment_of
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import choice, composed, direct, mainloops, precision, schedule, tiling
+from inline_kernels.engine import (
+    choice,
+    composed,
+    direct,
+    gradients,
+    layouts,
+    mainloops,
+    precision,
+    schedule,
+    tiling,
+)
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import Case
 from inline_kernels.engine.operator import Standing
@@ -627,6 +637,79 @@ def assert_gradients(model, x, case, plan, found):
     torch.testing.assert_close(y.double(), result.detach(), rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours.double(), theirs.view_as(ours), rtol=1e-4, atol=1e-4)
+
+
+SMOOTH = (24, 5, 2, 3), lambda m, v: F.gelu(v * m.number)
+
+
+@pytest.fixture
+def smooth(device):
+    """A model whose backward needs v, and an input; what forward saved lies where `dzs` then finds dz, if nobody else has it."""
+    device(900)
+    model = random_model(*SMOOTH)
+    return model, fuse(copy.deepcopy(model)), numerics.random_input((2, 5, 6, 34)).requires_grad_()
+
+
+@pytest.fixture
+def dzs(monkeypatch):
+    """The addresses of all dz."""
+    found, own = [], layouts.differentiating
+
+    def differentiating(*given):
+        by_library, filters = own(*given)
+
+        def gradients(dz, *operands):
+            found.append(dz.data_ptr())
+            return by_library(dz, *operands)
+
+        return gradients, filters
+
+    monkeypatch.setattr(layouts, "differentiating", differentiating)
+    monkeypatch.setattr(gradients, "fastest", lambda *_: gradients.Ways())
+    return found
+
+
+def saved_v(y: torch.Tensor) -> torch.Tensor:
+    return next(t for t in y.grad_fn.saved_tensors if t.shape == y.shape and t.dtype == y.dtype)
+
+
+def test_dz_is_written_over_v_that_nobody_else_has(smooth, dzs):
+    model, fast, x = smooth
+    y = fast(x)
+    place = saved_v(y).data_ptr()
+    found = torch.autograd.grad(y.square().sum(), [x, fast.conv.weight])
+    assert dzs == [place]
+    expected = torch.autograd.grad(model(x).square().sum(), [x, model.conv.weight])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_graph_that_is_retained_keeps_v(smooth, dzs):
+    _, fast, x = smooth
+    y = fast(x)
+    place = saved_v(y).data_ptr()
+    first, second = (
+        torch.autograd.grad(y.square().sum(), [x, fast.conv.weight], retain_graph=again)
+        for again in (True, False)
+    )
+    assert all(map(torch.equal, first, second))
+    assert dzs[0] != place == dzs[1]
+
+
+@pytest.mark.parametrize("unpack", [None, lambda t: t, torch.Tensor.detach], ids=["read", "hooks", "aliases"])
+def test_v_that_a_user_has_stays(unpack, smooth, dzs):
+    """Who has read it, or whose hooks keep it, or something that shares its memory."""
+    _, fast, x = smooth
+    if unpack is None:
+        y = fast(x)
+        v = saved_v(y)
+    else:
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, unpack):
+            y = fast(x)
+        v = next(t for t in kept if t.shape == y.shape and not t.requires_grad)
+    before = v.clone()
+    torch.autograd.grad(y.square().sum(), [x, fast.conv.weight])
+    assert torch.equal(v, before) and dzs != [v.data_ptr()]
 
 
 @pytest.mark.parametrize("name", ["v", "an input"])

@@ -239,7 +239,13 @@ def test_the_first_pass_beside_v(name, mainloop, beside):
 
 @pytest.mark.parametrize(
     "mainloop, name",
-    [("narrow2d", "norm, logsumexp"), ("narrow2d", "pointwise"), ("narrow3d", "pointwise"), ("wide", "norm")],
+    [
+        ("narrow2d", "norm, logsumexp"),
+        ("narrow2d", "pointwise"),
+        ("narrow3d", "pointwise"),
+        ("wide", "norm"),
+        ("wide", "pointwise"),
+    ],
 )
 def test_what_is_kept_beside_v_is_what_load_keeps(mainloop, name, beside, device):  # noqa: F811
     model, x = beside(mainloop, name)

@@ -20,7 +20,7 @@ from torch import Tensor, fx, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
 from torch._C._functorch import is_legacy_batchedtensor
 
-from inline_kernels.loader.operators import backward_seldom, is_watched
+from inline_kernels.loader.operators import are_nobody_elses, backward_seldom, is_watched
 
 from . import layouts, library, schedule
 from .part import Part, Step
@@ -283,12 +283,15 @@ class _Back:
             dy, gradients[each.result] = gradients[each.result], None
             if dy is None:
                 continue
+            spent = each.step.plan.spends and are_nobody_elses(given, each.kept.start, each.kept.stop)
             a, saved, shared = each.pick(given) + each.step.constants, given[each.kept], each.step.shared
             if watched:
                 found = shared.operator.backward_registered(dy, a, saved, each.needs)
             else:
                 plan, filters = each.step.plan, turned[i]
-                found = shared.backward(dy, a, *saved, plan=plan, needs=each.needs, turned=filters)
+                found = shared.backward(
+                    dy, a, *saved, plan=plan, needs=each.needs, turned=filters, spent=spent
+                )
             for place, need, gradient in zip(each.places, each.needs, found):
                 if need and gradient is not None:
                     known = gradients[place]

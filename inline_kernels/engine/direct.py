@@ -595,10 +595,13 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     return found
 
 
-def backward(
-    plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
-) -> list[Tensor | None]:
-    return schedule.backward(plan.rest, dy, arguments, saved, needs)
+def backward(plan: Plan, *given) -> list[Tensor | None]:
+    """As schedule.backward, which starts from what was stored."""
+    return schedule.backward(plan.rest, *given)
+
+
+def spends(plan: Plan) -> bool:
+    return schedule.spends(plan.rest)
 
 
 saved = schedule.saved  # the shapes and dtypes of what is kept

@@ -409,29 +409,30 @@ def _narrow3d(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
 
 
 def _wide(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
-    """What is stored beside another sink is what it calls kept."""
-    stored = [sink for sink in sinks if sink.kind == "store"]
-    if len(stored) == len(sinks):
-        (sink,) = sinks
-        return [], [
-            f"conv::pointwise<Build>(x, weight, stream, conv::Stored{{{sink.array.name}, {local(sink.tail)}}});"
-        ]
-    (sink,) = [sink for sink in sinks if sink.kind != "store"]
-    out, to = f"reduce::WidePositions<{sink.what}>", sink.array.name
-    if sink.kind == "channels":
-        out, to = f"reduce::WideChannels<{sink.reduction}>", f"partial_{number}"
+    """Of two sinks it calls one that stores kept."""
+    kept = [sink for sink in sinks if sink.kind == "store"][: len(sinks) - 1]
+    (sink,) = [sink for sink in sinks if sink not in kept]
     kind, keep = "store::Nothing", "store::Nothing{}"
-    for each in stored:
+    for each in kept:
         kind = f"conv::KeptRows<Build, {each.element}, {each.tail}>"
         keep = f"conv::kept_rows<Build, {each.element}>({each.array.name}, {local(each.tail)})"
-    planned = [
-        f"using Keep_{number} = {kind};",
-        f"using Loop_{number} = conv::ForwardMainloop<Build, {sink.tail}, Keep_{number}, {out}>;",
-        f"constexpr int64_t tile_{number} = Loop_{number}::kBySm90 ? 128 : 64;",
-        f"const int64_t parts_{number} = e_H * ((e_W + tile_{number} - 1) / tile_{number});",
-    ]
+    if sink.kind == "store":
+        planned, out = [], f"conv::rows_of<Build, {sink.element}>({sink.array.name})"
+    else:
+        in_channels = sink.kind == "channels"
+        to = (
+            f"reduce::WideChannels<{sink.reduction}>"
+            if in_channels
+            else f"reduce::WidePositions<{sink.what}>"
+        )
+        planned = [
+            f"using Loop_{number} = conv::ForwardMainloop<Build, {sink.tail}, {kind}, {to}>;",
+            f"constexpr int64_t tile_{number} = Loop_{number}::kBySm90 ? 128 : 64;",
+            f"const int64_t parts_{number} = e_H * ((e_W + tile_{number} - 1) / tile_{number});",
+        ]
+        out = f"{to}{{{f'partial_{number}' if in_channels else sink.array.name}}}"
     exact = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {_each(number, sinks)}, stream); }}"
-    given = f"x, weight, {local(sink.tail)}, {keep}, {out}{{{to}}}, largest, stream, {exact}"
+    given = f"x, weight, {local(sink.tail)}, {keep}, {out}, largest, stream, {exact}"
     return planned, [f"conv::wide<Build>({given});"]
 
 

@@ -226,7 +226,8 @@ class SegmentOperator:
         inner = self.schedule.plan(case)
         dx_format = library.result_format(a[0], a[self.inputs], True)
         layout = Layout(like, case.last and _gives_last(inner))
-        return SimpleNamespace(inner=inner, layout=layout, dx_format=dx_format)
+        spends = saving and hasattr(self.schedule, "spends") and self.schedule.spends(inner)
+        return SimpleNamespace(inner=inner, layout=layout, dx_format=dx_format, spends=spends)
 
     def backward(
         self,
@@ -236,12 +237,15 @@ class SegmentOperator:
         plan: SimpleNamespace,
         needs: Sequence[bool],
         turned: Tensor | None = None,
+        spent: bool = False,
     ) -> list:
-        """turned: the filters, as schedule.turns_filters says; where it is given, their gradient lies as those do."""
+        """turned: the filters, as schedule.turns_filters says; where it is given, their gradient lies as those do. spent: nobody else has what was
+        saved, or will ask for it."""
         x, weight = a[0], a[self.inputs]
         if x.data_ptr() < LOW or weight.data_ptr() < LOW:
             check_memory(x, weight)  # what copies and convolves reads without a look
-        given = (dy, a, saved, needs) if turned is None else (dy, a, saved, needs, turned)
+        given = (dy, a, saved, needs)
+        given += (turned, spent) if turned is not None or spent else ()
         if _is_any_autocast_enabled():  # forward chose the dtypes; a region around backward may not
             with torch.autocast(dy.device.type, enabled=False):
                 found = self.schedule.backward(plan.inner, *given)

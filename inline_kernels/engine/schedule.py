@@ -207,7 +207,7 @@ def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
     turned = plan.layout and not plan.last
     over = not (keeps_v or turned or composed.own.convolution) and plan.value_dtype == plan.dtype
     over = over and not plan.segment.conv.is_nothing  # v is x
-    plan.in_place = over and not piece and _may_write_over_v(composed)
+    plan.in_place = over and not piece and _may_write_over_v(composed.forward, "y")
     given, shapes = ("v", "y") if piece or plan.in_place else ("v",), {"y": plan.shape}
     if divided:
         given = "image", "filters"
@@ -265,14 +265,19 @@ def _of_samples(plan: Plan, arguments: Sequence, first: int, last: int) -> list:
     return [*own, *arguments[len(inputs) :]]
 
 
-def _may_write_over_v(composed: Composed) -> bool:
-    """Does y's pass read v at its own place alone, and no later one v?"""
-    program = composed.forward
-    (own,) = [
-        i for i, each in enumerate(program.passes) for key in each.targets if program.arrays[key].name == "y"
-    ]
+def _may_write_over_v(program: Program, name: str) -> bool:
+    """Does the pass of that result, an element's, read v at its own place alone, and no later one v?"""
+    own = {
+        (i, program.arrays[key].space)
+        for i, each in enumerate(program.passes)
+        for key in each.targets
+        if program.arrays[key].name == name
+    }
+    if len(own) != 1:
+        return False
+    ((at, space),) = own
     reads = [each.reads_v for each in program.texts]
-    return program.roots[0].space == ELEMENTS and not program.texts[own].scalar and not any(reads[own + 1 :])
+    return space == ELEMENTS and not program.texts[at].scalar and not any(reads[at + 1 :])
 
 
 def _numbers(plan: Plan, program: Program, names: naming.Names, arguments: Sequence) -> list:
@@ -470,7 +475,8 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
 
 class Back(NamedTuple):
     """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
-    the convolution's), those that are `converted` then; dz; dweight, where it is our own; passes. `library` gives of dz, x and the weight
+    the convolution's), those that are `converted` then; dz, but where it is written over what launch is given (its place: `over`);
+    dweight, where it is our own; passes. `library` gives of dz, x and the weight
     the gradients of the latter, None where it isn't asked, and turns the `filters` first; `ours` those that the library isn't asked
     for, and None; input_gradient: so does, of x, a launcher of the source."""
 
@@ -484,6 +490,8 @@ class Back(NamedTuple):
     filters: layouts.Turning | None = None
     ours: Callable | None = None
     input_gradient: bool = False
+    over: int | None = None
+    frees: Sequence[int] = ()  # of what forward saved, behind the launch
 
 
 def backward(
@@ -493,23 +501,29 @@ def backward(
     saved: Sequence[Tensor],
     needs: Sequence[bool],
     turned: Tensor | None = None,
+    spent: bool = False,
 ) -> list[Tensor | None]:
     """The gradients of inputs, parameters and buffers (None), contiguous but for that of x. turned: the filters as `Back.filters` turns them; their
-    gradient then lies as those do."""
+    gradient then lies as those do. spent: nobody needs what was saved any more, so that its memory is used, or freed."""
     weight_at = len(plan.segment.inputs)
     x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
     plan.settings = precision(x)
-    back, made, passes = _back(plan, *asked, True, arguments), (), 1
+    spent = spent and not plan.strips  # which may read it twice
+    back, made, passes, dz = _back(plan, *asked, True, arguments, spent), (), 1, None
     if back.launch:
         # A user's hooks may give what was saved back in other strides; the library takes its operands as they come.
         given = [_lying(t, layout) for t, layout in zip((dy, *saved), plan.given_lie)]
         if back.passes is not None:
             given.append(plan.strips["backward"].image.of(x))
+        if back.over is not None:
+            given.append(dz := given[back.over])
         made = back.launch.run(arguments, *given)
         passes = 1 if back.passes is None else made[back.passes].item()
         if passes & 2:  # the library says what is infinite
             back = _back(plan, *asked, False, arguments)
             made = back.launch.run(arguments, *given)
+        for i in back.frees:
+            saved[i].untyped_storage().resize_(0)
     found = [None if place is None else made[place] for place in back.gradients]
     for i, shape, dtype in back.converted:
         found[i] = found[i].view(shape).to(dtype)
@@ -517,8 +531,8 @@ def backward(
         found[0], found[weight_at] = (
             t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
         )
-    elif back.dz is not None:
-        dz = made[back.dz]
+    elif dz is not None or back.dz is not None:
+        dz = made[back.dz] if dz is None else dz
         if back.library:
             given = (dz, x, weight) if turned is None else (dz, x, weight, turned)
             found[0], found[weight_at] = back.library(*given)
@@ -538,19 +552,25 @@ def _lying(t: Tensor, layout: torch.memory_format) -> Tensor:
 
 def turns_filters(plan: Plan, needs: Sequence[bool]) -> layouts.Turning | None:
     """How backward for that turns the filters, once it has run."""
-    back = plan.backward.get((needs[0], needs[len(plan.segment.inputs)], True, plan.settings))
+    asked = needs[0], needs[len(plan.segment.inputs)], True, plan.settings
+    back = plan.backward.get((*asked, False)) or plan.backward.get((*asked, True))
     return back and back.filters
 
 
-def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
-    """own: the filters' gradient may be one of our own."""
-    key = dx, dw, own, plan.settings
+def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence, spent: bool = False) -> Back:
+    """own: the filters' gradient may be one of our own. spent: dz may be written over v."""
+    key = dx, dw, own, plan.settings, spent
     if (found := plan.backward.get(key)) is None:
-        found = plan.backward[key] = _planned_back(plan, dx, dw, own, arguments)
+        found = plan.backward[key] = _planned_back(plan, dx, dw, own, arguments, spent)
     return found
 
 
-def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
+def spends(plan: Plan) -> bool:
+    """Does what forward saved take memory that backward would rather use, or free?"""
+    return any(array.space.level for array in plan.composed.saved) and not plan.strips
+
+
+def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence, spent: bool) -> Back:
     segment, composed, divided = plan.segment, plan.composed, plan.strips.get("backward")
     x, weight = arguments[0], arguments[len(segment.inputs)]
     ways = _of_our_own(plan, x, weight, dx, dw)
@@ -580,6 +600,9 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     if without_dz:
         shapes["dz"] = (0,)
     side = replace(plan, layout=_turned(plan, program, layout), without_dz=without_dz)
+    over = spent and not without_dz and (plan.last or not side.layout) and _may_write_over_v(program, "dz")
+    over = over and "v" in given and not plan.segment.conv.is_nothing  # where v is x
+    given += ["dz"] * bool(over)
     launch = launch_of(
         side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
     )
@@ -593,13 +616,15 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         launch,
         found,
         converted,
-        place["dz"] if roots["z"] and not without_dz else None,
+        place["dz"] if roots["z"] and not without_dz and not over else None,
         place["dweight"] if own else None,
         place.get("passes"),
         given_by_library,
         filters,
         gradients.planned(ways, segment, x, weight) if any(ways) else None,
         dx and not (of_library[0] or ways.x),
+        given.index("v") if over else None,
+        [i for i, a in enumerate(composed.saved) if a.space.level and not (over and a.name == "v")] * spent,
     )
 
 

@@ -12,10 +12,10 @@ from .between import KEPT
 from .cases import Case
 from .graph import ELEMENTS, Graph
 from .launching import picking
-from .schedule import Unsupported, backward, forward, saved
+from .schedule import Unsupported, backward, forward, saved, spends
 from .segment import Segment
 
-__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
 
 BY_SIZES = True
 _BY = direct, sinks  # sinks takes any number of channels out

@@ -16,6 +16,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from sys import getrefcount
 from typing import NewType, get_type_hints
 
 import torch
@@ -338,6 +339,20 @@ def _backward_of(backward: Callable, plans: bool, together: bool) -> Callable:
     return called
 
 
+def are_nobody_elses(tensors: list[Tensor], first: int, end: int) -> bool:
+    """Has nothing but that list these of its tensors, or their memory? A graph that is retained has them, and who looks into it."""
+    for i in range(first, end):
+        t = tensors[i]
+        if getrefcount(t) != _alone or t._use_count() != 1 or _storage_uses(t.untyped_storage()._cdata) != 2:
+            return False
+    return True
+
+
+# References to an object in a list that such a loop looks at, which Python's version says.
+_alone = next(getrefcount(each) for each in [object()])
+_storage_uses = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+
+
 def backward_seldom(
     backward: Callable, ctx, dys: Sequence[Tensor | None], who: str
 ) -> tuple[Tensor | None, ...]:
@@ -394,13 +409,21 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
         if dy is None:  # whoever used the result has no gradient for it
             return None, *(None,) * count, *others
         if is_grad_enabled() or is_legacy_batchedtensor(dy):
-            return backward_seldom(backward, ctx, (dy,), operator.name)
-        given, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : count + 1]
-        arguments, plan = given[:count] + ctx.numbers, ctx.plan
+            return backward_seldom(gradients, ctx, (dy,), operator.name)
+        return gradients(ctx, dy, True)
+
+    def gradients(ctx, dy, spends=False):
+        """spends: nobody will ask again, unless the graph is retained."""
+        given, needs, plan = [*ctx.saved_tensors], ctx.needs_input_grad[1 : count + 1], ctx.plan
+        arguments = (*given[:count], *ctx.numbers)
         if is_watched():
             found = operator.backward_registered(dy, arguments, given[count:], needs)
         elif plan is None:
             found = operator.backward(dy, arguments, given[count:], needs)
+        elif spends and getattr(plan, "spends", False):
+            ctx.maybe_clear_saved_tensors()
+            spent = are_nobody_elses(given, count, len(given))
+            found = back(dy, arguments_of(arguments), *given[count:], plan=plan, needs=needs, spent=spent)
         else:
             found = back(dy, arguments_of(arguments), *given[count:], plan=plan, needs=needs)
             if len(found) != count:
