@@ -112,6 +112,7 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
         monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
         monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", "fused")
         monkeypatch.setattr(choice, "stream_loses", lambda *_: None)
+        monkeypatch.setattr(choice, "wide_loses", lambda *_: False)
         monkeypatch.setattr(tiling, "STREAM_CLUSTER", 1)  # of more the emulation knows nothing
 
     return become
@@ -867,6 +868,23 @@ def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
     elif number != 31:  # its mainloop's own problem, as pointwise as they
         with pytest.raises(direct.Unsupported):
             direct.describe(Case(segment, arguments, False, torch.float32))
+
+
+@pytest.mark.parametrize(
+    "number, saving", [(1, False), (1, True), (4, False), (4, True), (54, False), (54, True)]
+)
+def test_what_a_tail_costs_inside_wide(number, saving, gpu, monkeypatch):  # noqa: F811
+    """Two mish take longer there than a pass over v, and so does one gelu where v is stored anyway."""
+    gpu(architecture=900, multiprocessors=132)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
+    case = Case(*full_size(number), saving, torch.float32)
+    if number == 1 or (number, saving) == (54, False):
+        assert direct.describe(case).startswith("wide, the tail inside, v is never written")
+    else:
+        with pytest.raises(
+            direct.Unsupported, match="wide: v, and a pass over it, take less time than such a tail"
+        ):
+            direct.describe(case)
 
 
 @needs_nvcc

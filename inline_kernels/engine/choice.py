@@ -128,12 +128,17 @@ FEW_WEIGHTS_OPERATIONS, FEW_WEIGHTS_START, FEW_WEIGHTS_BESIDE = 200e6, 15, 0.6
 WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
 
 
+# A tail inside kernels/conv/wide.cuh, in float32: picoseconds of an element that are not hidden, without instructions, with a second result, and each
+# instruction (trials/wide_tails.json: problems 1, 4, 17 and 54 of KernelBench within a tenth of theirs).
+WIDE_TAIL, WIDE_SECOND, WIDE_INSTRUCTION = 0.3, 0.1, 0.042
+
+
 class Streamed(NamedTuple):
     """How kernels/conv/stream.cuh convolves. packs: is x packed first? split: are operands two float16? folded: taps of which a row of
     operands has the pixels, or 0: they are views; views: the microseconds of those, of a result that is stored, if they
     could be; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are pooled to
     one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved; beside_wide: could kernels/conv/wide.cuh
-    write v?"""
+    write v? instructions: of the tail, of an element."""
 
     packs: bool = True
     split: bool = False
@@ -144,6 +149,7 @@ class Streamed(NamedTuple):
     alone: bool = False
     beside_wide: bool = False
     views: float | None = None
+    instructions: int = 0
 
 
 def stream_folded(filters: Sequence[int], dilation: int, packs: bool, split: bool) -> int:
@@ -224,6 +230,7 @@ def stream_loses(
     if how.beside_wide:
         rate = max(rate, WIDE_OPERATIONS / (3 if how.split else 1))
         ours += v / how.window * itemsize / bytes_a_time  # a tile's time is of what is small
+        ours += 1e-6 * v * how.instructions * WIDE_INSTRUCTION / device.scale.compute  # as in wide's
     products = 2 * v * math.prod(filters[1:]) / (rate * device.scale.compute)
     theirs = LIBRARY_STARTS[itemsize] + max(products, moved)
     if how.alone:
@@ -232,6 +239,12 @@ def stream_loses(
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
     )
+
+
+def wide_loses(instructions: int, second: bool, moved: int, scale) -> bool:
+    """Does such a tail inside wide's kernel, with a second result or not, take longer than what a pass over v moves, bytes of an element?"""
+    inside = (WIDE_TAIL + WIDE_SECOND * second + WIDE_INSTRUCTION * instructions) / scale.compute
+    return inside > 1e6 * moved / (PASS_BYTES * scale.memory)
 
 
 def weight_gradient(

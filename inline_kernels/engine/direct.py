@@ -35,7 +35,7 @@ from .graph import ELEMENTS, Node, order
 from .launching import Entry, Launch, new_of
 from .mainloops import Job, Mainloop
 from .passes import Array, Program, Root, Unsupported, over_windows
-from .scalars import SCALARS, compared
+from .scalars import SCALARS, compared, instructions
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
@@ -488,7 +488,8 @@ def _dtypes(written: Written, case: Case) -> list[torch.dtype]:
 
 
 def _job(written: Written, case: Case) -> Job:
-    return mainloops.job_of(case, _dtypes(written, case), written.front)
+    count = instructions(node for node in order([written.front.node]) if not node.space.small)
+    return mainloops.job_of(case, _dtypes(written, case), written.front, instructions=count)
 
 
 def _build(written: Written, case: Case) -> dict:

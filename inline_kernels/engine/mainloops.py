@@ -86,6 +86,7 @@ class Job(NamedTuple):
     walk: Walk
     last: bool = False
     rounds: bool = False
+    instructions: int = 0  # of an element's tails, about
 
     @property
     def window(self) -> int:
@@ -104,13 +105,15 @@ class Job(NamedTuple):
         return any(sink.kind == "store" for own in self.sinks for sink in own)
 
 
-def job_of(case: Case, dtypes: Sequence[torch.dtype], front=None, sinks: Sequence = ()) -> Job:
+def job_of(
+    case: Case, dtypes: Sequence[torch.dtype], front=None, sinks: Sequence = (), instructions: int = 0
+) -> Job:
     sizes, walk = case.sizes, walk_of(case.segment, case.weight)
     same = walk.before == walk.behind
     settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
     positions = sizes.N * sizes.positions("e")
     rounds = case.stays_last and case.segment.result == between.OPERAND and case.x.dtype == torch.float32
-    how = settings, walk, case.stays_last, rounds
+    how = settings, walk, case.stays_last, rounds, instructions
     return Job(case.x, case.weight, dtypes, front, sinks, positions, *how)
 
 
@@ -128,6 +131,7 @@ class Sinks(NamedTuple):
     all: bool
     prepared: Sequence[str]
     launch: Callable[[int, Sequence], tuple[list[str], list[str]]]
+    beside: float = 1.0  # of sinks.MOST_BESIDE, as many take no longer beside what is stored than behind it
 
 
 class Mainloop(NamedTuple):
@@ -255,7 +259,14 @@ def _wide_obstacle(job: Job) -> str | None:
         return None
     rule, scale = choice.rule("wide", "forward"), tiling.device_properties(x.device.index).scale
     faster, why = choice.fastest(rule, x.shape, weight.shape, x.element_size(), scale)
-    return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
+    if faster != "fused":
+        return f"the library's convolution is faster at such sizes: {why}"
+    only_stores = job.front or [[sink.kind for sink in own] for own in job.sinks] == [["store"]]
+    if only_stores and not job.is_alone and x.dtype == torch.float32 and not stream_splits(job):
+        keeps_v = torch.float32 in job.dtypes[1:]
+        if choice.wide_loses(job.instructions, len(job.dtypes) > 1, 4 if keeps_v else 8, scale):
+            return "v, and a pass over it, take less time than such a tail"
+    return None
 
 
 def _wide_defines(job: Job) -> dict:
@@ -296,7 +307,15 @@ def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     x, packs, splits = job.x, not takes_last(job.x), stream_splits(job)
     passes, beside_wide = max(1, len(job.sinks)), not job.is_alone and _wide_stores(job)
     how = choice.Streamed(
-        packs, splits, 1, reduces, job.window, passes, alone=job.is_alone, beside_wide=beside_wide
+        packs,
+        splits,
+        1,
+        reduces,
+        job.window,
+        passes,
+        job.is_alone,
+        beside_wide,
+        instructions=job.instructions,
     )
     device, given = tiling.device_properties(x.device.index), (x.shape, job.weight.shape, job.walk)
     stores = not (reduces or job.sinks)
@@ -593,6 +612,7 @@ MAINLOOPS = (
             all=False,
             prepared=("const Scratch<int32_t> largest(N, stream);",),
             launch=_wide,
+            beside=0.5,  # as choice.wide_loses has it
         ),
     ),
     *[_stream_of(dimensions, takes) for dimensions in (2, 3) for takes in ("elements", "windows")],

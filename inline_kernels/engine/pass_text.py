@@ -63,6 +63,7 @@ class PassText:
         self.scalar = False  # is it of single positions?
         self.spreads = False  # … do positions have values of the windows that hold them?
         self.reads_v = False
+        self.before_v: set[str] = set()  # what is written before v's last value is read
         self.turns = False  # has it at its points what the program `turns`?
         self.made: set[Key] = set()  # arrays of this pass
         self.lazy: set[Node] = set()  # gates behind which alone something is drawn

@@ -266,7 +266,7 @@ def _of_samples(plan: Plan, arguments: Sequence, first: int, last: int) -> list:
 
 
 def _may_write_over_v(program: Program, name: str) -> bool:
-    """Does the pass of that result, an element's, read v at its own place alone, and no later one v?"""
+    """Does the pass of that result, an element's, read v at its own place alone, before it writes there, and no later one v?"""
     own = {
         (i, program.arrays[key].space)
         for i, each in enumerate(program.passes)
@@ -277,7 +277,8 @@ def _may_write_over_v(program: Program, name: str) -> bool:
         return False
     ((at, space),) = own
     reads = [each.reads_v for each in program.texts]
-    return space == ELEMENTS and not program.texts[at].scalar and not any(reads[at + 1 :])
+    before = program.texts[at].scalar or name in program.texts[at].before_v
+    return space == ELEMENTS and not before and not any(reads[at + 1 :])
 
 
 def _numbers(plan: Plan, program: Program, names: naming.Names, arguments: Sequence) -> list:

@@ -309,7 +309,8 @@ class _Composer:
             return False
         (own,) = [i for i, each in enumerate(self.program.passes) if Key("value", root.node) in each.targets]
         reads = [text.reads_v or "stored" in text.pointers for text in self.program.texts]
-        return not self.program.texts[own].scalar and not any(reads[own + 1 :])
+        text = self.program.texts[own]
+        return not (text.scalar or "y" in text.before_v) and not any(reads[own + 1 :])
 
     def _loaded(self, number: int, parts: Mapping[int, Pass]) -> str:
         each, text = self.program.passes[number], self.program.texts[number]
@@ -372,7 +373,8 @@ class Behind(Unsupported):
 def _is_better_behind(case: Case, mainloop, own: Pass) -> bool:
     """A block computes so many channels, though there be fewer."""
     C, block = case.weight.shape[0], mainloop.sinks.channels
-    return own.instructions * -(-C // block) * block / C > MOST_BESIDE and not choice.is_silent()
+    most = MOST_BESIDE * mainloop.sinks.beside
+    return own.instructions * -(-C // block) * block / C > most and not choice.is_silent()
 
 
 def _recomputes(case: Case, mainloop, passes: Sequence[Pass], stores: bool) -> bool:
@@ -436,7 +438,9 @@ def _first(case: Case, made: Callable[..., Composed]):
 
 
 def _job(found: Composed, case: Case) -> Job:
-    return mainloops.job_of(case, [case.dtype], sinks=[own.sinks for own in found.parts.values()])
+    parts = found.parts.values()
+    most = max(own.instructions for own in parts)
+    return mainloops.job_of(case, [case.dtype], sinks=[own.sinks for own in parts], instructions=most)
 
 
 def build(mainloop, found: Composed, case: Case) -> dict:
