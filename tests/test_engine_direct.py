@@ -28,6 +28,8 @@ from inline_kernels.engine import (
     mainloops,
     precision,
     schedule,
+    sinks,
+    stored,
     tiling,
 )
 from inline_kernels.engine.capture import capture
@@ -112,7 +114,7 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
         monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
         monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", "fused")
         monkeypatch.setattr(choice, "stream_loses", lambda *_: None)
-        monkeypatch.setattr(choice, "wide_loses", lambda *_: False)
+        monkeypatch.setattr(choice, "inside_loses", lambda *_: False)
         monkeypatch.setattr(tiling, "STREAM_CLUSTER", 1)  # of more the emulation knows nothing
 
     return become
@@ -870,21 +872,34 @@ def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
             direct.describe(Case(segment, arguments, False, torch.float32))
 
 
-@pytest.mark.parametrize(
-    "number, saving", [(1, False), (1, True), (4, False), (4, True), (54, False), (54, True)]
-)
-def test_what_a_tail_costs_inside_wide(number, saving, gpu, monkeypatch):  # noqa: F811
-    """Two mish take longer there than a pass over v, and so does one gelu where v is stored anyway."""
+# Of pointwise tails, with gradients: which are computed inside, and which behind v.
+INSIDE, BEHIND = (1, 57, 69, 71), (4, 7, 47, 48, 54, 87, 90)
+
+
+@pytest.mark.parametrize("number", [*INSIDE, *BEHIND])
+def test_what_a_tail_costs_inside(number, gpu, monkeypatch):  # noqa: F811
+    """Beside v that is stored anyway, little; beside a mask much; two mish take longer than a pass over v in any case."""
+    gpu(architecture=900, multiprocessors=132)
+    if number in (1, 4, 43, 47, 54):
+        monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
+    case = Case(*full_size(number), True, torch.float32)
+    if number in INSIDE:
+        assert ", the tail inside, v is " in direct.describe(case)
+        return
+    with pytest.raises(direct.Unsupported, match=mainloops.SLOWER_INSIDE):
+        direct.describe(case)
+    assert " writes v, then y (" in stored.describe(case)
+
+
+def test_two_mish_are_behind_v_without_gradients_too(gpu, monkeypatch):  # noqa: F811
     gpu(architecture=900, multiprocessors=132)
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
-    case = Case(*full_size(number), saving, torch.float32)
-    if number == 1 or (number, saving) == (54, False):
-        assert direct.describe(case).startswith("wide, the tail inside, v is never written")
-    else:
-        with pytest.raises(
-            direct.Unsupported, match="wide: v, and a pass over it, take less time than such a tail"
-        ):
-            direct.describe(case)
+    case = Case(*full_size(4), False, torch.float32)
+    for by in (direct, sinks):
+        with pytest.raises(direct.Unsupported, match=mainloops.SLOWER_INSIDE):
+            by.describe(case)
+    assert stored.describe(case).startswith("wide writes v, then y (")
+    assert direct.describe(Case(*full_size(54), False, torch.float32)).startswith("wide, the tail inside")
 
 
 @needs_nvcc

@@ -457,6 +457,8 @@ def _chosen(case: Case) -> Written:
             if (reason := mainloop.refuses(_job(written, case))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
+            if reason == mainloops.SLOWER_INSIDE:  # by another mainloop, too, which is slower
+                break
         except Unsupported as error:
             refused.append(f"{mainloop.name}: {error}")
     raise Unsupported("; ".join(refused))

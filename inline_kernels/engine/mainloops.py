@@ -20,6 +20,7 @@ from .passes import Unsupported
 # reduces; those that only reduce.
 _RUNS_SHARED, _STORES_SHARED, _REDUCES_SHARED = 34 << 10, 42 << 10, 14 << 10
 STAYS_LAST = "its result stays channels last for the next convolution"
+SLOWER_INSIDE = "v, and a pass over it, take less time than such a tail"
 
 
 # ------------------------------------------------------------------------------------------------------------------ the walk
@@ -162,7 +163,12 @@ class Mainloop(NamedTuple):
                 return "x lies channels last, and the library takes it so"
         if job.last and not own and (not self.walks or job.window > 1):
             return STAYS_LAST
-        return self.obstacle(job)
+        if (reason := self.obstacle(job)) is None and len(job.dtypes) > 1 and not choice.is_silent():
+            moved = 4 if torch.float32 in job.dtypes[1:] else 8  # is v stored anyway?
+            scale = tiling.device_properties(x.device.index).scale
+            if choice.inside_loses(choice.SECOND, job.instructions, moved, scale):
+                return SLOWER_INSIDE
+        return reason
 
     def takes_last(self, x: Tensor) -> bool:
         """Does it read x as it lies, channels last?"""
@@ -261,11 +267,10 @@ def _wide_obstacle(job: Job) -> str | None:
     faster, why = choice.fastest(rule, x.shape, weight.shape, x.element_size(), scale)
     if faster != "fused":
         return f"the library's convolution is faster at such sizes: {why}"
-    only_stores = job.front or [[sink.kind for sink in own] for own in job.sinks] == [["store"]]
-    if only_stores and not job.is_alone and x.dtype == torch.float32 and not stream_splits(job):
-        keeps_v = torch.float32 in job.dtypes[1:]
-        if choice.wide_loses(job.instructions, len(job.dtypes) > 1, 4 if keeps_v else 8, scale):
-            return "v, and a pass over it, take less time than such a tail"
+    lone = job.front or [[sink.kind for sink in own] for own in job.sinks] == [["store"]]
+    measured = lone and len(job.dtypes) == 1 and x.dtype == torch.float32 and not stream_splits(job)
+    if measured and not job.is_alone and choice.inside_loses(choice.WIDE_TAIL, job.instructions, 8, scale):
+        return SLOWER_INSIDE
     return None
 
 
@@ -307,15 +312,7 @@ def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     x, packs, splits = job.x, not takes_last(job.x), stream_splits(job)
     passes, beside_wide = max(1, len(job.sinks)), not job.is_alone and _wide_stores(job)
     how = choice.Streamed(
-        packs,
-        splits,
-        1,
-        reduces,
-        job.window,
-        passes,
-        job.is_alone,
-        beside_wide,
-        instructions=job.instructions,
+        packs, splits, 1, reduces, job.window, passes, alone=job.is_alone, beside_wide=beside_wide
     )
     device, given = tiling.device_properties(x.device.index), (x.shape, job.weight.shape, job.walk)
     stores = not (reduces or job.sinks)
@@ -612,7 +609,7 @@ MAINLOOPS = (
             all=False,
             prepared=("const Scratch<int32_t> largest(N, stream);",),
             launch=_wide,
-            beside=0.5,  # as choice.wide_loses has it
+            beside=0.5,  # as choice.inside_loses has it
         ),
     ),
     *[_stream_of(dimensions, takes) for dimensions in (2, 3) for takes in ("elements", "windows")],

@@ -430,6 +430,8 @@ def _first(case: Case, made: Callable[..., Composed]):
             if (reason := mainloop.refuses(_job(found, case))) is None:
                 return mainloop, found
             refused.append(f"{mainloop.name}: {reason}")
+            if reason == mainloops.SLOWER_INSIDE:
+                break
         except Unsupported as error:
             refused.append(f"{mainloop.name}: {error}")
             if isinstance(error, Behind):
