@@ -11,6 +11,7 @@ over the fastest of all.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time as clock
@@ -150,7 +151,7 @@ def main() -> None:
     options = parser.parse_args()
     start, device, phases = clock.monotonic(), options.device, options.phases.split(",")
     problems = [known[each] for each in options.which] or [*PROBLEMS.values()]
-    with ThreadPoolExecutor(8 if device == "cuda" else 2) as pool:
+    with ThreadPoolExecutor(os.cpu_count() if device == "cuda" else 2) as pool:
         failures = dict(zip(problems, pool.map(lambda p: built(p, device), problems)))
     build_seconds = clock.monotonic() - start
     print(f"built in {build_seconds:.0f} s", flush=True)
