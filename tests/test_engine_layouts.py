@@ -25,7 +25,7 @@ from generated import (  # noqa: F401
     segment_of,
 )
 from inline_kernels.bench import checks
-from inline_kernels.engine import between, layouts, library, schedule, source
+from inline_kernels.engine import between, layouts, library, load_plan, schedule, source
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import CTYPES, Case
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
@@ -212,11 +212,11 @@ def test_many_parts(layout, device, monkeypatch):
     if turned:
         monkeypatch.setattr(layouts, "fastest", lambda *given: layouts.TURNED)
         monkeypatch.setattr(
-            schedule, "_shares", lambda most, planes: max(most, 33) if layout == "turned" else 2
+            load_plan, "_shares", lambda most, planes: max(most, 33) if layout == "turned" else 2
         )
-        monkeypatch.setattr(schedule, "_FEW_PARTS", 1 << 20)  # who plans would have fewer
+        monkeypatch.setattr(load_plan, "_FEW_PARTS", 1 << 20)  # who plans would have fewer
     else:
-        monkeypatch.setattr(schedule, "_parts", lambda *given: 40)
+        monkeypatch.setattr(load_plan, "parts_of", lambda *given: 40)
     torch.manual_seed(0)
     x = torch.randn(1, 3, *((75, 60) if turned else (9, 20))) + 3.0
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.SiLU())
@@ -225,7 +225,7 @@ def test_many_parts(layout, device, monkeypatch):
     assert_rule(model, x, label=layout)
     run = assert_rule(model, x, backward=False, label=layout)
     parts = [
-        schedule._parts(run.plan, run.plan.composed.forward, i)
+        load_plan.parts_of(run.plan, run.plan.composed.forward, i)
         for i, each in enumerate(run.plan.composed.forward.passes)
         if hasattr(each, "level")
     ]
@@ -237,7 +237,7 @@ def test_some_parts(parts, device, monkeypatch):
     """A small pass merges them, several a lane, whose means are far apart."""
     if device == "cpu":
         pytest.skip("a GPU's way")
-    monkeypatch.setattr(schedule, "_parts", lambda *given: parts)
+    monkeypatch.setattr(load_plan, "parts_of", lambda *given: parts)
     torch.manual_seed(0)
     x = torch.randn(2, 3, 64, 62) + torch.linspace(-9, 9, 64)[:, None]
     model = Last("norm", 8, 2)
@@ -331,7 +331,7 @@ def in_front(device, monkeypatch):
 )  # fmt: skip
 def test_y_alone_is_channels_last(tail, dtype, size, in_front, monkeypatch):
     """In front of a convolution: x stays where it is, and its gradient comes so; passes turn y and dy on their way."""
-    monkeypatch.setattr(schedule, "_shares", lambda most, planes: min(most, 2))  # a block has several tiles
+    monkeypatch.setattr(load_plan, "_shares", lambda most, planes: min(most, 2))  # a block has several tiles
     torch.manual_seed(0)
     model, x = InFront(tail, 40).to(dtype), torch.randn(2, 40, *size).to(dtype)
     run = assert_rule(model, x, label=tail, kind=OfInFront)

@@ -22,7 +22,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from inline_kernels.loader.operators import are_nobody_elses, backward_seldom, is_watched
 
-from . import layouts, library, schedule
+from . import layouts, library, load_plan, schedule
 from .part import Part, Step
 from .support import Keeping, Situation
 
@@ -283,7 +283,8 @@ class _Back:
             dy, gradients[each.result] = gradients[each.result], None
             if dy is None:
                 continue
-            spent = each.step.plan.spends and are_nobody_elses(given, each.kept.start, each.kept.stop)
+            spends = not watched and each.step.plan.spends
+            spent = spends and are_nobody_elses(given, each.kept.start, each.kept.stop)
             a, saved, shared = each.pick(given) + each.step.constants, given[each.kept], each.step.shared
             if watched:
                 found = shared.operator.backward_registered(dy, a, saved, each.needs)
@@ -335,7 +336,7 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
 
 def _by_library(step: Step) -> bool:
     """Does its plan turn filters for a library's convolution, or its gradients?"""
-    return type(step.plan.inner) is schedule.Plan
+    return type(step.plan.inner) is load_plan.Plan
 
 
 def _finding(results: Sequence[int]) -> Callable:

@@ -128,7 +128,7 @@ FEW_WEIGHTS_OPERATIONS, FEW_WEIGHTS_START, FEW_WEIGHTS_BESIDE = 200e6, 15, 0.6
 WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
 
 
-# A tail inside a mainloop, in float32: picoseconds of an element that are not hidden, of wide's without instructions, of a second result, and of each
+# A tail inside a mainloop, in float32, picoseconds of an element that are not hidden: of wide's tails at least, of a second result, and of each
 # instruction (trials/second_results.json: within 0.2 of what wide's problems took more or less than by a pass behind v, 0.6 of the others').
 WIDE_TAIL, SECOND, INSTRUCTION = 0.3, 0.45, 0.042
 
@@ -240,7 +240,7 @@ def stream_loses(
 
 
 def inside_loses(start: float, instructions: int, moved: int, scale) -> bool:
-    """Does such a tail inside a mainloop take longer than what a pass over v moves, bytes of an element?"""
+    """Does such a tail inside a mainloop take longer than a pass behind it, which moves so many bytes more of an element?"""
     inside = (start + INSTRUCTION * instructions) / scale.compute
     return inside > 1e6 * moved / (PASS_BYTES * scale.memory)
 

@@ -28,7 +28,21 @@ from torch import Tensor
 
 import inline_loader
 
-from . import cases, choice, depthwise, inside, library, mainloops, naming, programs, schedule, source, tiling
+from . import (
+    cases,
+    choice,
+    depthwise,
+    inside,
+    library,
+    load_plan,
+    load_words,
+    mainloops,
+    naming,
+    programs,
+    schedule,
+    source,
+    tiling,
+)
 from .algebra import reordered
 from .cases import Case
 from .graph import ELEMENTS, Node, order
@@ -37,7 +51,7 @@ from .mainloops import Job, Mainloop
 from .passes import Array, Program, Root, Unsupported, over_windows
 from .scalars import SCALARS, compared, instructions
 
-__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
 
 # Fewer results are left to the library (on an H200): in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
@@ -520,10 +534,10 @@ def describe(case: Case) -> str:
     line += "v is stored beside" if "v" in names else "v is never written"
     if written.rest is None:
         return line
-    plan, rest = schedule.Plan.of(case, written.rest), written.rest
+    plan, rest = load_plan.Plan.of(case, written.rest), written.rest
     if not case.saving:
-        return f"{line}, then {schedule.passes_in_words(plan, rest.forward, rest.forward_names)}"
-    return line + schedule.backward_in_words(plan, case.x, case.weight)
+        return f"{line}, then {load_words.passes_in_words(plan, rest.forward, rest.forward_names)}"
+    return line + load_words.backward_in_words(plan, case.x, case.weight)
 
 
 # ------------------------------------------------------------------------------------------------------------------ running
@@ -535,7 +549,7 @@ class Plan:
     launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last: does y lie channels last?"""
 
     launch: Launch
-    rest: schedule.Plan | None
+    rest: load_plan.Plan | None
     copies: Sequence[tuple[int, int, int]]
     room: int = 0
     last: bool = False
@@ -551,17 +565,17 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
     behind = [Entry(m.name, dtypes[m.ctype], m.argument) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
-    rest = schedule.Plan.of(case, written.rest) if written.rest else None
+    rest = load_plan.Plan.of(case, written.rest) if written.rest else None
     if rest and saving:
         rest.kernels, rest.convolution = kernels, library.Convolution.of(segment.conv, case.weight)
     elif rest:
         given = written.rest.forward, written.rest.forward_names, arguments
-        rest.launch = schedule.launch_of(rest, kernels.rest, *given, ("front",), {"y": rest.shape})
+        rest.launch = load_plan.launch_of(rest, kernels.rest, *given, ("front",), {"y": rest.shape})
     whole = case.sizes.shape(written.front.node.space)
     shape = [*whole[:2], *whole[5 - segment.graph.dimensions :]]
     defines = request["defines"]
     turned = [0] * bool(defines.get("LAST")) + [weight_at] * bool(defines.get("WEIGHT_LAST"))
-    beside = [schedule._shape(rest, rest.composed.forward, array) for array in written.results[1:]]
+    beside = [load_plan.shape_of(rest, rest.composed.forward, array) for array in written.results[1:]]
     made = zip(written.results, _dtypes(written, case), [shape, *beside])
     table = [Entry(array.name, kind, None, size) for array, kind, size in made]
     table[0] = table[0]._replace(last=bool(defines.get("RESULTS_LAST")))
@@ -571,14 +585,14 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     return Plan(launch, rest, *_copies(segment, rest if saving else None), table[0].last)
 
 
-def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, int]], int]:
+def _copies(segment, rest: load_plan.Plan | None) -> tuple[list[tuple[int, int, int]], int]:
     found, room = [], 0
     if rest is None:
         return found, room
     program = rest.composed.forward
     parameters = {root.name: _copied(root.node) for root in program.roots}
     for array in program.kept:
-        count = math.prod(schedule._shape(rest, program, array))
+        count = math.prod(load_plan.shape_of(rest, program, array))
         found.append((segment.tensors.index(parameters[array.name].attr[0]), room, count))
         room += (4 * count + 15) // 16 * 2
     return found, room

@@ -18,7 +18,7 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.loader.source import Launcher, parse_launchers
 
-from . import depthwise, library, naming, programs, schedule
+from . import depthwise, library, load_plan, naming, programs, schedule
 from .cases import Case
 from .followed import NotFollowed, followed
 
@@ -90,7 +90,7 @@ class Edited:
         found.gradient = composed = self._gradient(case)
         if isinstance(composed, str):
             return found
-        found.back = schedule.Plan.of(case, composed)
+        found.back = load_plan.Plan.of(case, composed)
         found.back.kernels = inline_loader.load(**request | {"source": composed.text})
         of_library = library.Convolution.of(case.segment.conv, case.weight)
         found.back.convolution = depthwise.convolution(case) or of_library
@@ -98,12 +98,12 @@ class Edited:
         return found
 
     @staticmethod
-    def _copies(segment, back: schedule.Plan) -> list[tuple[int, list[int], torch.dtype]]:
+    def _copies(segment, back: load_plan.Plan) -> list[tuple[int, list[int], torch.dtype]]:
         """What is kept of parameters: of which argument, in what shape and dtype."""
         names = [leaf.attr[0] for leaf in segment.inputs] + [*segment.parameters]
         at = {f"kept_{naming.identifier(name)}": i for i, name in enumerate(names)}
         arrays = [array for array in back.composed.saved if array.name != "v"]
-        return [(at[a.name], back.sizes.shape(a.space), schedule._dtype(back, a)) for a in arrays]
+        return [(at[a.name], back.sizes.shape(a.space), load_plan.dtype_of(back, a)) for a in arrays]
 
     def forward(self, plan: SimpleNamespace, arguments: Sequence) -> list[Tensor]:
         y, *rest = self.schedule.forward(plan.inner, arguments)
@@ -114,7 +114,7 @@ class Edited:
         own = self.schedule.saved(case) if self.edit.saving else []
         if isinstance(composed := self._gradient(case), str):
             return own
-        copies = self._copies(case.segment, schedule.Plan.of(case, composed))
+        copies = self._copies(case.segment, load_plan.Plan.of(case, composed))
         return [(shape, to, torch.contiguous_format) for _, shape, to in copies] + own
 
     def backward(

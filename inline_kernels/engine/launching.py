@@ -89,9 +89,9 @@ class Launch:
         return made
 
 
-def new_of(table: Sequence[Entry]) -> int:
-    """How many of the first are made anew at each call."""
-    return next((i for i, entry in enumerate(table) if entry.shape is None), len(table))
+def new_of(table: Sequence[Entry], own: str = "") -> int:
+    """How many of the first are made anew at each call, or are `own`."""
+    return next((i for i, e in enumerate(table) if e.shape is None and e.name != own), len(table))
 
 
 def picking(places: Sequence[int]) -> Callable:

@@ -59,8 +59,8 @@ class Decision(NamedTuple):
 
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward and saved, as
-# schedule.py says; requests and plan raise Unsupported with the reason where it can't. BY_SIZES: it runs where sizes
-# suit it, and is left out where one operator serves all sizes.
+# schedule.py says, and spends, where backward uses up what was saved; requests and plan raise Unsupported with the reason where it can't.
+# BY_SIZES: it runs where sizes suit it, and is left out where one operator serves all sizes.
 SCHEDULES: dict[str, object] = {
     "fused": composed,
     "direct": direct,

@@ -92,8 +92,8 @@ class PlaneText(PassText):
             self._add_finer(rest)
             head = f"plane.rest({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
             walk += [head, *indented(rest.lines), "});"]
-        written, last_read = "\n".join(walk), "\n".join(walk).rfind(".v()")
-        self.before_v = {name for name in self.pointers if -1 < written.find(f"({name}, ") < last_read}
+        text, own = "\n".join(walk), [name for name, kind in self.pointers.items() if kind[:6] != "const "]
+        self.before_v = {name for name in own if -1 < text.find(f"({name}, ") < text.rfind(".v()")}
         constants = []
         if self.scalar:
             constants.append("bool kScalar = true" + ", kWindows = true" * (not self.picks_channel))

@@ -5,16 +5,15 @@
     gradients = schedule.backward(plan, dy, arguments, saved, needs)
 
 `arguments`: as in cases.py. y and dy are contiguous; their shape is the caller's, what counts is the order of their elements. Running
-statistics are written in place. What is computed, and what forward saves, programs.py says; here is which arrays there are at given sizes, and
-who runs.
+statistics are written in place. What is computed, and what forward saves, programs.py says; which arrays there are at given sizes, load_plan.py;
+here is who runs.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,86 +24,25 @@ from inline_kernels.engine import library
 from inline_kernels.loader.operators import precision
 
 from . import between, depthwise, gradients, inside, layouts, naming, source, strips
-from .cases import CTYPES, Case, Sizes, first_number, places
-from .graph import ELEMENTS, Space
-from .launching import Entry, Launch, new_of, picking
+from .cases import CTYPES, Case
+from .graph import ELEMENTS
+from .launching import Launch, picking
 from .layouts import FOR_TF32, PLANES, TURNED, UNITS
-from .passes import Array, Planes, Program, Unsupported
-from .programs import Composed, composed_of, kind_for
+from .load_plan import (
+    Plan,
+    dtype_of,
+    is_last,
+    launch_of,
+    needs_no_dz,
+    of_our_own,
+    shape_of,
+    turns_y_alone,
+)
+from .load_words import backward_in_words, in_words
+from .passes import Array, Program, Unsupported
+from .programs import composed_of, kind_for
 
-__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
-
-_FEW_PARTS = 32  # reduce.cuh's kFewParts: more are merged by a launch of their own, which takes 3 µs
-_BLOCKS = 384  # that keep a GPU busy
-
-
-@dataclass
-class Plan:
-    """What is decided for arguments with the same shapes, dtypes and numbers."""
-
-    segment: object
-    composed: Composed
-    sizes: Sizes
-    value_dtype: torch.dtype
-    parameter_dtype: torch.dtype
-    dtype: torch.dtype
-    saving: bool
-    device: str
-    kernels: object = None
-    convolution: library.Convolution | None = None
-    convolve: Callable | None = None  # gives v of x and the weight, as forward's passes read it
-    filters: layouts.Turning | None = None  # how it turns the latter first, which a chain does for it
-    own: Callable | None = None  # the same, contiguous, in the library's place
-    # Gives what forward does, of the arguments, in the place of all that (inside.py, stored.py).
-    instead: Callable | None = None
-    layout: int = 0  # of what forward's passes turn, or backward's (`Program.turns`): kernels/load/turned.cuh
-    runs: int = 0  # in what layout v is convolved
-    last: bool = False  # are all arrays of positions and channels channels last? Then so is y
-    turns_y: int = 0  # … or it alone, and its gradient, while x is in planes: in which layout
-    launch: Launch | None = None
-    in_place: bool = False
-    without_dz: bool = False  # does backward's pass for the gradient of v alone not run?
-    results: Callable | None = None  # gives what forward returns, of what launch is given and makes
-    # By what is asked for, and the library's settings, which may be others than forward's; those of the last one.
-    backward: dict[tuple, Back] = field(default_factory=dict)
-    settings: object = None
-    turned: tuple | None = None  # of `_input_gradient`: the size of dx, and what is launched
-    pieces: Sequence[
-        tuple[int, int, Plan]
-    ] = ()  # samples (first, behind the last), and their plan; none: all at once
-    strips: Mapping[str, strips.Strips] = field(default_factory=dict)  # by launcher
-
-    @classmethod
-    def of(cls, case: Case, composed: Composed | None = None) -> Plan:
-        """With its sizes alone; it keeps no argument. composed: in place of the case's own. Raises Unsupported."""
-        sizes, composed = case.sizes, composed or composed_of(case.segment, kind_for(case))
-        dtypes = case.x.dtype, case.parameter_dtype, case.dtype
-        return cls(case.segment, composed, sizes, *dtypes, case.saving, case.device)
-
-    @functools.cached_property
-    def turns(self) -> layouts.Turns:
-        return layouts.Turns(self.kernels)
-
-    @functools.cached_property
-    def given_lie(self) -> list[torch.memory_format]:
-        """dy, and what forward saves."""
-        last = library.CHANNELS_LAST[2 + self.segment.graph.dimensions]
-        of_y = _has_channels(self.segment.outputs[0].space)
-        are_last = [
-            bool(self.turns_y) or self.last and of_y,
-            *[self.last and a.name == "v" for a in self.composed.saved],
-        ]
-        return [last if each else torch.contiguous_format for each in are_last]
-
-    @functools.cached_property
-    def shape(self) -> list[int]:
-        """Eager's, of y."""
-        segment, sizes = self.segment, self.sizes
-        level = segment.outputs[0].space.level
-        positions = sizes.levels[level][3 - segment.graph.dimensions :] if level else ()
-        of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1}
-        of_axis |= {str(i): s for i, s in enumerate(positions)}
-        return [of_axis[axis] for axis in segment.axes]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
 
 
 def _build(case: Case) -> dict:
@@ -116,33 +54,6 @@ def _build(case: Case) -> dict:
         if case.saving and not case.segment.conv.is_nothing:
             layout["ROUNDS_DZ"] = str(int(between.differentiates_last(case.segment, case.x, case.weight)))
     return {"name": name, "source": composed.text, "device": case.device, "defines": case.defines | layout}
-
-
-def is_last(case: Case, composed: Composed) -> bool:
-    """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both?"""
-    y = case.segment.outputs[0].space
-    if not (case.last if _has_channels(y) else case.convolves_last) or _turns_y(case, composed):
-        return False
-    return all(map(_can_lie_last, _programs(composed)))
-
-
-def _turns_y(case: Case, composed: Composed) -> bool:
-    """Is it y alone, and its gradient?"""
-    return case.turns_y and all(each.turned and _can_lie_last(each) for each in _programs(composed))
-
-
-def _programs(composed: Composed) -> list[Program]:
-    return [program for program in (composed.forward, composed.backward) if program]
-
-
-def _can_lie_last(program: Program) -> bool:
-    """Does all that has positions and channels come for each sample?"""
-    return not any(_has_channels(leaf.space) and not leaf.space.n for leaf in program.leaves())
-
-
-def _has_channels(space: Space) -> bool:
-    """At positions."""
-    return bool(space.level) and space.c
 
 
 def requests(case: Case) -> list[dict]:
@@ -172,7 +83,7 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
 
 def _lay_out(plan: Plan, case: Case) -> None:
     plan.last = is_last(case, plan.composed)
-    if _turns_y(case, plan.composed):
+    if turns_y_alone(case, plan.composed):
         rounds = between.rounds(case.segment, case.x) and case.segment.result == between.OPERAND
         plan.layout = plan.turns_y = FOR_TF32 if rounds else TURNED
 
@@ -212,7 +123,7 @@ def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
     if divided:
         given = "image", "filters"
         kept = keeps_v or source.keeps_v(composed.forward)
-        of_v = _shape(plan, composed.forward, Array("v", "value", ELEMENTS))
+        of_v = shape_of(plan, composed.forward, Array("v", "value", ELEMENTS))
         shapes["v"] = (divided.samples, *of_v[1:]) if kept else (0,)
     plan.launch = launch_of(
         plan, plan.kernels.forward, composed.forward, composed.forward_names, arguments, given, shapes, True
@@ -279,171 +190,6 @@ def _may_write_over_v(program: Program, name: str) -> bool:
     reads = [each.reads_v for each in program.texts]
     before = program.texts[at].scalar or name in program.texts[at].before_v
     return space == ELEMENTS and not before and not any(reads[at + 1 :])
-
-
-def _numbers(plan: Plan, program: Program, names: naming.Names, arguments: Sequence) -> list:
-    segment, sizes = plan.segment, plan.sizes
-    values = dict(zip(segment.scalars, arguments[first_number(segment) :]))
-    found: list = [float(values[name]) for name in names.scalars]
-    found += [sizes.N, sizes.C]
-    for level in ["e", *segment.graph.levels]:
-        found += sizes.levels[level]
-    passes = enumerate(program.passes)
-    found += [_parts(plan, program, i) for i, each in passes if isinstance(each, Planes)]
-    divided = plan.strips.get(_launcher(plan, program))
-    return found + [plan.layout] * bool(program.turned) + ([*divided.numbers] if divided else [])
-
-
-def _launcher(plan: Plan, program: Program) -> str:
-    return "backward" if program is plan.composed.backward else "forward"
-
-
-def _parts(plan: Plan, program: Program, number: int) -> int:
-    """Blocks that share a plane: of a few packs a thread on a GPU, or of a tile; strips that fill a core's cache on a CPU."""
-    each, divided = program.passes[number], plan.strips.get(_launcher(plan, program))
-    if plan.without_dz and _makes_dz_alone(program, number):
-        return 0
-    if divided and (number in program.in_strips or number == program.differentiated):
-        return divided.parts
-    positions = plan.sizes.positions(each.level)
-    pack = 8 if plan.value_dtype.itemsize == 2 else 4  # planes.cuh's kPack
-    turned = plan.layout and number in program.turned
-    sums = any(key.what != "value" for key in each.targets)
-    if plan.last or turned and source.sums_alone(program, number):  # LastPlane's, or LastRows'
-        packs = -(-plan.sizes.C // (4 if sums else pack))
-        lanes = _lanes_across(packs)
-        most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
-        if sums:  # a lane has eight positions, of which it reads four at once
-            planes = plan.sizes.N * side_by_side
-            return _few(_shares(-(-most // 8), planes), planes)
-        return max(_shares(most, plan.sizes.N * side_by_side), most // 4)
-    if turned:  # turned.cuh's tiles
-        most = -(-positions // (32 * pack))
-        side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
-        parts = most if plan.layout == UNITS else _shares(most, side_by_side)
-        return _few(parts, side_by_side) if sums and plan.turns_y else parts
-    if plan.device == "cpu":
-        return positions // (1 << 16 if not each.by_sample else 1 << 12) + 1
-    return positions // (1024 if each.by_sample else 4096) + 1
-
-
-def _makes_dz_alone(program: Program, number: int) -> bool:
-    return [program.arrays[key].name for key in program.passes[number].targets] == ["dz"]
-
-
-def _needs_no_dz(plan: Plan) -> bool:
-    """Where x, which is v, has no gradient: does a pass make that alone, and for nobody else?"""
-    program, roots = plan.composed.backward, [root for root in plan.composed.gradients.values() if root]
-    if plan.device != "cuda" or not plan.segment.conv.is_nothing:
-        return False
-    touching = [i for i, text in enumerate(program.texts) if "dz" in text.pointers]
-    own = [_makes_dz_alone(program, i) for i in touching]
-    return own == [True] and [root.name for root in roots].count("dz") == 1
-
-
-def _lanes_across(packs: int) -> int:
-    """As planes.cuh has it. Nothing that is computed hangs on it here, only how many blocks share a plane."""
-    most = min(32, 1 << (packs - 1).bit_length())
-    few = [lanes for lanes in (most, most // 2, most // 4, most // 8) if lanes >= min(4, most)]
-    return min(few, key=lambda lanes: -(-packs // lanes) * lanes)
-
-
-def _shares(most: int, planes: int) -> int:
-    """Blocks that share planes, of which they take some side by side: so many that a GPU has work for each of its blocks a few times."""
-    return max(1, min(most, -(-2048 // planes)))
-
-
-def _few(parts: int, planes: int) -> int:
-    """As many as need no merging, where those are blocks enough."""
-    suffice = planes * _FEW_PARTS >= _BLOCKS or parts <= 2 * _FEW_PARTS
-    return min(parts, _FEW_PARTS) if suffice else parts
-
-
-# ---------------------------------------------------------------------------------------------------- arrays and launches
-
-
-def _dtype(plan: Plan, array: Array) -> torch.dtype:
-    accumulated = torch.float64 if plan.value_dtype == torch.float64 else torch.float32
-    return {
-        "value": plan.value_dtype,
-        "output": plan.dtype,
-        "real": accumulated,
-        "parameter": plan.parameter_dtype,
-        "double": torch.float64,
-        "moments": torch.float64,
-        "index": torch.int32,
-        "byte": torch.uint8,
-        "mask": torch.uint8,
-        "seed": torch.int64,
-    }[array.kind]
-
-
-def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
-    shape = plan.sizes.shape(array.space)
-    if array in (naming.SCRATCH, naming.KEPT):
-        return [sum((_bytes(plan, program, a) + 15) // 16 * 2 for a in source.rooms(program)[array])]
-    if array is naming.PASSES:
-        return [1]
-    if array.name == "dz" and plan.layout == UNITS:
-        return [gradients.size(plan.sizes.N, plan.sizes.C, plan.sizes.positions("e"), plan.value_dtype)]
-    if array.name in ("v", "dz"):  # as the library gives it
-        return [*shape[:2], *shape[5 - plan.segment.graph.dimensions :]]
-    if array.parts is not None:
-        shape = [*shape, _parts(plan, program, array.parts)]
-    return [*shape, 3] if array.kind == "moments" else shape
-
-
-def _bytes(plan: Plan, program: Program, array: Array) -> int:
-    return math.prod(_shape(plan, program, array)) * _dtype(plan, array).itemsize
-
-
-def launch_of(
-    plan: Plan,
-    launcher,
-    program: Program,
-    names: naming.Names,
-    arguments: Sequence,
-    given: Sequence[str] = (),
-    shapes: Mapping = {},
-    trusting: bool = False,
-) -> Launch:
-    """given: what is there by name. shapes: of what isn't of its own. trusting: as in loader/launch.py; what backward is given may have been
-    in others' hands."""
-    at = places(plan.segment)
-    made, table = {*program.arrays.values()}, []
-    for array in source.parameters(program, names):
-        place = None if array.name in given else at.get(array.name)
-        shape = None
-        if place is None and array.name not in given:
-            shape = shapes[array.name] if array.name in shapes else _shape(plan, program, array)
-        last = _lies_last(plan, program, array, place is not None)
-        table.append(Entry(array.name, _dtype(plan, array), place, shape, array in made, last=last))
-    numbers = _numbers(plan, program, names, arguments)
-    bind = functools.partial(launcher.bound, *numbers, trusting=trusting, new=new_of(table))
-    number = at["seed"] + 1 if names.random else None
-
-    def turning(like: Tensor, last: bool) -> Callable | None:
-        return plan.turns.lying(like, last) if like.dtype == plan.value_dtype else None
-
-    return Launch(bind, table, arguments, given, number, turning)
-
-
-def entry_of(plan: Plan, array: Array, place: int | None) -> Entry:
-    """Of a result of forward in a launcher of others, written over that argument if there is one."""
-    shape = None
-    if place is None:
-        shape = plan.shape if array.name == "y" else _shape(plan, plan.composed.forward, array)
-    return Entry(array.name, _dtype(plan, array), place, shape, True)
-
-
-def _lies_last(plan: Plan, program: Program, array: Array, comes_in: bool) -> bool:
-    """Is it a tensor that lies channels last? What is kept for backward, which nobody else sees, is none."""
-    if array.name == program.turns and plan.layout in (TURNED, FOR_TF32):
-        return True
-    if array.name in ("v", "dz"):
-        return plan.last
-    known = comes_in or array.name in ("y", "dy") or array.name.startswith("d_")
-    return known and plan.last and _has_channels(array.space)
 
 
 # -------------------------------------------------------------------------------------------------------------- execution
@@ -574,7 +320,7 @@ def spends(plan: Plan) -> bool:
 def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence, spent: bool) -> Back:
     segment, composed, divided = plan.segment, plan.composed, plan.strips.get("backward")
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    ways = _of_our_own(plan, x, weight, dx, dw)
+    ways = of_our_own(plan, x, weight, dx, dw)
     of_library = (
         dx and not (composed.own.input_gradient or ways.x),
         dw and not (divided and own or ways.weight),
@@ -590,19 +336,22 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     own, given, shapes = bool(own and dw and divided), ["dy", *[array.name for array in composed.saved]], {}
     names, converted = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters], []
     for i, (root, t) in enumerate(zip(map(roots.get, names), arguments)):
-        if root and (shapes.setdefault(root.name, t.shape), _dtype(plan, root)) != (t.shape, t.dtype):
+        if root and (shapes.setdefault(root.name, t.shape), dtype_of(plan, root)) != (t.shape, t.dtype):
             converted.append((i, t.shape, t.dtype))
     if divided:
         given.append("image")
         shapes["dweight"] = weight.shape if own else (0,)
         if not any(of_library) and not dx:
             shapes.setdefault("dz", (0,))
-    without_dz = not dx and _needs_no_dz(plan)
+    without_dz = not dx and needs_no_dz(plan)
     if without_dz:
         shapes["dz"] = (0,)
     side = replace(plan, layout=_turned(plan, program, layout), without_dz=without_dz)
     over = spent and not without_dz and (plan.last or not side.layout) and _may_write_over_v(program, "dz")
     over = over and "v" in given and not plan.segment.conv.is_nothing  # where v is x
+    over = (
+        over and [root.name for root in roots.values() if root].count("dz") == 1
+    )  # else it is an input's gradient, too
     given += ["dz"] * bool(over)
     launch = launch_of(
         side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
@@ -629,26 +378,6 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     )
 
 
-def _of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool, dw: bool) -> gradients.Ways:
-    """Which of our kernels give the gradients of x and the weight that are asked for."""
-    if not _gives_dz(plan):
-        return gradients.Ways()
-    return gradients.fastest(plan.segment, x, weight, dx, dw, _in_units(plan))
-
-
-def _gives_dz(plan: Plan, last: bool = False) -> bool:
-    """In planes, or, where that does, too, channels last?"""
-    program, roots = plan.composed.backward, plan.composed.gradients
-    has_dz = program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())
-    return bool(has_dz and (last or not plan.last))
-
-
-def _in_units(plan: Plan) -> bool:
-    """Does a pass of positions alone write dz?"""
-    program = plan.composed.backward
-    return program.turns == "dz" and bool(program.turned)
-
-
 def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
     """That of x: dz, with so many zeros around it, convolved with the filters turned round."""
     turned = weight.flip(*range(2, weight.dim())).transpose(0, 1).contiguous()
@@ -671,8 +400,8 @@ def saved(case: Case) -> list[tuple[list[int], torch.dtype, torch.memory_format]
     arrays = found.composed.saved
     if any(a.parts is not None for a in arrays):
         _divide(found, case.arguments)
-    shapes = [_shape(found, found.composed.forward, a) for a in arrays]
-    return [*zip(shapes, [_dtype(found, a) for a in arrays], found.given_lie[1:])]
+    shapes = [shape_of(found, found.composed.forward, a) for a in arrays]
+    return [*zip(shapes, [dtype_of(found, a) for a in arrays], found.given_lie[1:])]
 
 
 def describe(case: Case, own: str | None = None, done: int | None = None) -> str:
@@ -685,61 +414,4 @@ def describe(case: Case, own: str | None = None, done: int | None = None) -> str
     _divide(found, case.arguments)
     by = f"{own} writes v" if own else depthwise.in_words(case.segment, case.x, case.weight)
     behind = backward_in_words(found, case.x, case.weight) if case.saving else ""
-    return _words(found, by, own, done, behind)
-
-
-def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
-    """The passes of backward where x has no gradient, and what our own kernels do then, and for x."""
-    composed, way = plan.composed, _of_our_own(plan, x, weight, False, True).weight
-    layout = UNITS if way == gradients.PACKED else plan.turns_y
-    plan = replace(plan, layout=layout, without_dz=_needs_no_dz(plan))
-    words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
-    ours = gradients.in_words(plan.segment, x, weight, _in_units(plan)) if _gives_dz(plan) else []
-    ours += depthwise.gradients_in_words(plan.segment, x, weight) if _gives_dz(plan, True) else []
-    return ", ".join([words, *ours])
-
-
-def _words(plan: Plan, by: str, own: str | None, done: int | None, backward: str) -> str:
-    """Each pass over positions, with the bytes that it reads and writes, behind what convolves."""
-    composed, words = plan.composed, [by]
-    if done is not None:
-        words = [f"{own} writes v and {_made_words(composed.forward, done)}"]
-    words = ["Winograd's convolution"] if plan.strips.get("forward") else words
-    words = ["x as it is"] if plan.segment.conv.is_nothing else words
-    words += [", channels last"] * bool(plan.runs)
-    words += [" as y for what follows"] * bool(plan.last and plan.segment.result)
-    words += [", y channels last for what follows"] * bool(plan.turns_y)
-    words += [", then ", passes_in_words(plan, composed.forward, composed.forward_names, done), backward]
-    return "".join(words)
-
-
-def passes_in_words(plan: Plan, program: Program, names: naming.Names, but: int | None = None) -> str:
-    passes = [
-        i
-        for i, one in enumerate(program.passes)
-        if i != but and isinstance(one, Planes) and _parts(plan, program, i)
-    ]
-    return ", ".join(_pass_words(plan, program, names, i) for i in passes) or "small values"
-
-
-def _made_words(program: Program, number: int) -> str:
-    """What a pass makes."""
-    results = {root.name for root in program.roots}
-    own = [program.arrays[key] for key in program.passes[number].targets]
-    made = dict.fromkeys(
-        a.name if a.name in results else "sums" if a.parts is not None else "reductions" for a in own
-    )
-    return " and ".join([name for name in made if not name.startswith("kept_")] or ["what is kept"])
-
-
-def _pass_words(plan: Plan, program: Program, names: naming.Names, number: int) -> str:
-    text, own = program.texts[number], [program.arrays[key] for key in program.passes[number].targets]
-    known = {a.name: a for a in (*program.arrays.values(), *program.given.values(), *names.incoming.values())}
-    read = [known[name] for name, ctype in text.pointers.items() if ctype.startswith("const")]
-    read += [known["v"]] if text.reads_v else []
-    reads, writes = [_size(sum(_bytes(plan, program, a) for a in arrays)) for arrays in (read, own)]
-    return f"{_made_words(program, number)} (reads {reads}, writes {writes})"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 50_000 else f"{count / 1e3:.1f} KB"
+    return in_words(found, by, own, done, behind)

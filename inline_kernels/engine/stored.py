@@ -7,7 +7,7 @@ backward follows, sinks.py has what the first pass over v makes, sums mostly, ta
 
 from __future__ import annotations
 
-from . import direct, programs, schedule, sinks
+from . import direct, load_plan, programs, schedule, sinks
 from .between import KEPT
 from .cases import Case
 from .graph import ELEMENTS, Graph
@@ -49,7 +49,9 @@ def alone(case: Case) -> Case:
 def convolving(case: Case):
     """The schedule that convolves. Raises Unsupported."""
     segment = case.segment
-    if case.stays_last and not schedule.is_last(case, programs.composed_of(segment, programs.kind_for(case))):
+    if case.stays_last and not load_plan.is_last(
+        case, programs.composed_of(segment, programs.kind_for(case))
+    ):
         raise Unsupported("v would lie channels last, and passes read planes")
     refused = []
     for by in _BY:
@@ -89,7 +91,7 @@ def describe(case: Case) -> str:
     return schedule.describe(behind, by.describe(alone(case)).partition(":" if by is sinks else ",")[0])
 
 
-def plan(case: Case) -> schedule.Plan:
+def plan(case: Case) -> load_plan.Plan:
     behind = _behind(case)
     if beside := _beside(case):
         return _with_the_first_pass(behind, *beside)
@@ -98,10 +100,10 @@ def plan(case: Case) -> schedule.Plan:
     return schedule.plan(behind, own=lambda x, weight: by.forward(own, (x, weight))[0])
 
 
-def _with_the_first_pass(case: Case, mainloop, found: sinks.Composed) -> schedule.Plan:
+def _with_the_first_pass(case: Case, mainloop, found: sinks.Composed) -> load_plan.Plan:
     plan = schedule.plan(case, own=lambda *_: None)  # which is not called: `instead` stands for all
     launch = sinks.launch_of(
-        case, mainloop, found, lambda array, place: schedule.entry_of(plan, array, place)
+        case, mainloop, found, lambda array, place: load_plan.entry_of(plan, array, place)
     )
     pick = picking(
         [launch.made.index(name) for name in ("y", *[array.name for array in plan.composed.saved])]

@@ -33,10 +33,10 @@ _TYPES |= dict.fromkeys(("accumulate_t", "parameter_t"), torch.promote_types(_DT
 _NUMBERS = {"double": _ctypes.c_double, "int64_t": _ctypes.c_int64, "bool": _ctypes.c_bool}
 _NUMBERS |= {"cudaStream_t": _ctypes.c_void_p}
 _LAUNCHERS = dict(_re.findall(r"^EXPORT \w+ (\w+)\(([^)]*)\) {", _FORMULA[1], flags=_re.M))
-_LAUNCHERS = {
-    key: [each.split()[::-1] for each in each.split(",") if each] for key, each in _LAUNCHERS.items()
+_LAUNCHERS = {  # types by name
+    key: dict([each.split()[::-1] for each in own.split(",") if each]) for key, own in _LAUNCHERS.items()
 }
-_LAUNCHERS = {name: dict(given) for name, given in _LAUNCHERS.items()}  # types by name
+_dtype_of = _functools.cache(lambda kind: _TYPES.get(kind[:-1].partition("<")[2]))
 _HOOKS = [key for key in vars(nn.Module()) if _re.match("_(for|back)ward.*_hooks$", key)]
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _CODE = _hashlib.sha256(_re.sub(r"//.*|/\*(?s:.*?)\*/|\s", "", _FORMULA[1]).encode()).hexdigest()[:16]
@@ -64,10 +64,8 @@ class _Building:
         error_line = r"(?m)^(formula|headers)[:(](\d+)\)?:(?:(\d+):)?.*?error[^:]*: (.*)$"
         if found := _re.search(error_line, str(error)):
             line, (first, text) = int(found[2]), _FORMULA if found[1] == "formula" else _HEADERS
-            code, caret = text.splitlines()[line - first], found[3] and " " * (int(found[3]) + 7) + "^"
-            told = (
-                f"{found[1]}, line {line} of the cell: {found[4]}\n{line:5} | {code}\n{caret or ''}".rstrip()
-            )
+            code, caret = text.splitlines()[line - first], found[3] and f"\n{'^':>{int(found[3]) + 8}}"
+            told = f"{found[1]}, line {line} of the cell: {found[4]}\n{line:5} | {code}" + (caret or "")
             error = RuntimeError(told)
             error._render_traceback_ = lambda: [f"BuildError: {told}"]  # for IPython
             raise error from None
@@ -135,23 +133,23 @@ def _launch(name, given, shapes=(), build=None):
     function <name>_size says. Returns what it returns."""
     values, build, copies = [], build or name, []
     for each, kind in _LAUNCHERS[name].items():
-        dtype = _TYPES[kind[:-1].partition("<")[2]] if kind[-1] == ">" else None
-        if each == "stream":
+        dtype = _dtype_of(kind)
+        if each not in given and each == "stream":
             given[each] = torch.cuda.current_stream().cuda_stream
         elif dtype and each not in given:
             shape = shapes[each] if each in shapes else _launch(f"{each}_size", given, build=build)
             given[each] = given["x"].new_empty(shape, dtype=dtype)
         value = given[each] if each in given else _launch(each, given, build=build)
-        if kind[:3] == "In<":
-            value = value.to(dtype).contiguous()
-            value = value.clone() if value.data_ptr() % 16 else value
-        elif dtype and (value.dtype != dtype or not value.is_contiguous()):  # running statistics
-            copies.append((value, value := value.to(dtype, copy=True).contiguous()))
+        if dtype and (value.dtype != dtype or not value.is_contiguous()):
+            value, own = value.to(dtype, copy=True).contiguous(), value
+            copies += [(own, value)] * (kind[:3] == "Out")  # running statistics
+        elif kind[:3] == "In<" and value.data_ptr() % 16:
+            value = value.clone()
         values.append(value)
-    if problem := _function(name, build, _tf32())(_ctypes.addressof(result := _ctypes.c_int64()), *values):
+    tf32 = given["tf32"] = given["tf32"] if "tf32" in given else _tf32()
+    if problem := _function(name, build, tf32)(_ctypes.addressof(result := _ctypes.c_int64()), *values):
         raise RuntimeError(f"{name}: {problem.decode()}")
-    for written, copy in copies:
-        written.copy_(copy)
+    [written.copy_(copy) for written, copy in copies]
     return result.value
 
 
@@ -167,7 +165,8 @@ def _run(given, saving):
             made["v"] = torch.ops.aten.convolution(part, given["weight"], None, *_CONVOLUTION)
         elif "v" in _LAUNCHERS[name]:
             made["v"] = x.new_empty(_shape_of_v(part.shape))
-            _launch("convolve", made) if reads_v else None
+            if reads_v:
+                _launch("convolve", made)
         _launch(name, made, {} if saving else dict.fromkeys(_LAUNCHERS[name], 0))
     return made | {"x": x, "y": y}
 

@@ -43,6 +43,7 @@ from inline_kernels.engine import (
     cases,
     direct,
     library,
+    load_plan,
     mainloops,
     programs,
     schedule,
@@ -226,7 +227,7 @@ def _only_segment(model: nn.Module, x: torch.Tensor) -> Segment:
     return structure.parts[0].segment
 
 
-def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor, plan: schedule.Plan) -> dict[str, dict]:
+def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor, plan: load_plan.Plan) -> dict[str, dict]:
     """What is built for convolutions of our own that are expected to be faster on the GPU that is here, as launchers: `forward`, which computes
     y, where nothing is kept for backward; `forward_saving`, which keeps what backward needs, as `plan` has it; and for what is left `convolve`."""
     fast, found = fuse(copy.deepcopy(model).to("cuda" if torch.cuda.is_available() else "cpu")), {}
@@ -251,9 +252,10 @@ def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor, plan: sched
         names = [each.name for each in parse_launchers(request["source"]) if not each.asked]
         if names != [launcher] or runs_tf32 and str(request["defines"].get("SPLIT")) != "0":
             del found[launcher]  # another pass follows, or it is more exact than eager
-    if {"forward", "forward_saving"} <= found.keys():
-        found.pop("convolve", None)
-    return _of_one_build(found)
+    together = _of_one_build(found)
+    if {"forward", "forward_saving"} <= together.keys():
+        together.pop("convolve", None)
+    return together
 
 
 def _of_one_build(found: dict[str, dict]) -> dict[str, dict]:
@@ -284,7 +286,7 @@ def _convolving(text: str) -> str:
     return _renamed(text, {"forward": "convolve", "y": "v", "Tail": "Whole"})
 
 
-def _saving(text: str, results: Sequence[Array], plan: schedule.Plan) -> str:
+def _saving(text: str, results: Sequence[Array], plan: load_plan.Plan) -> str:
     """The source of a convolution that stores y and more, whose launcher makes the copies of parameters, too, that backward needs."""
     structs = re.findall(r"^struct (\w+)", text, flags=re.M)
     text = _renamed(text, {each: f"{each}_saving" for each in structs} | {"forward": "forward_saving"})
@@ -331,13 +333,13 @@ def _joined(sources: Sequence[str]) -> str:
     return "\n".join([sources[0].splitlines()[0], *includes, "", "\n\n".join(bodies), ""])
 
 
-def _plan(segment, x: torch.Tensor, weight: torch.Tensor, device: str, saving: bool) -> schedule.Plan:
+def _plan(segment, x: torch.Tensor, weight: torch.Tensor, device: str, saving: bool) -> load_plan.Plan:
     composed = programs.composed_of(segment, programs.Kind(device, saving, len(weight) <= 256, False, Own()))
     sizes = cases.sizes_of(segment, x, weight)
-    return schedule.Plan(segment, composed, sizes, x.dtype, weight.dtype, x.dtype, saving, device)
+    return load_plan.Plan(segment, composed, sizes, x.dtype, weight.dtype, x.dtype, saving, device)
 
 
-def _sized(text: str, name: str, plan: schedule.Plan, program, segment) -> str:
+def _sized(text: str, name: str, plan: load_plan.Plan, program, segment) -> str:
     """`text` with the launcher `name` as cells have it: of tensors with their sizes. Its other sizes are known, its scratch is its own."""
     launcher = re.search(rf"^EXPORT void {name}\((.*)\) {{\n((?: .*\n)*)}}", text, flags=re.M)
     given, body = [each.rpartition(" ")[::2] for each in launcher[1].split(", ")], launcher[2]
@@ -353,7 +355,7 @@ def _sized(text: str, name: str, plan: schedule.Plan, program, segment) -> str:
     for level in ["e", *segment.graph.levels]:
         sizes |= {f"{level}_{side}": size for side, size in zip("DHW", plan.sizes.levels[level])}
     planes = [(i, each) for i, each in enumerate(program.passes) if isinstance(each, Planes)]
-    sizes |= {f"parts_{i}": schedule._parts(plan, program, i) for i, _ in planes}
+    sizes |= {f"parts_{i}": load_plan.parts_of(plan, program, i) for i, _ in planes}
     known = [f"{size} = {value}" for size, value in sizes.items() if re.search(rf"\b{size}\b", body)]
     body = re.sub(r"^  const real \w+ = real\(\w+_given\);\n", "", body, flags=re.M)
     stream = ", stream" if plan.device == "cuda" else ""
@@ -367,7 +369,9 @@ def _sized(text: str, name: str, plan: schedule.Plan, program, segment) -> str:
     for array in program.arrays.values() if name != "backward" else ():
         is_own = array.name in map(identifier, segment.updated)
         if array.name != "y" and not is_own and f"> {array.name}" in ",".join(own) + ",":
-            count = math.prod(schedule._shape(plan, program, array)) // (plan.sizes.N if array.space.n else 1)
+            count = math.prod(load_plan.shape_of(plan, program, array)) // (
+                plan.sizes.N if array.space.n else 1
+            )
             of_all = f"{first}.size(0) * {count}" if array.space.n else count
             functions += f"EXPORT int64_t {array.name}_size({of}) {{ return {of_all}; }}\n\n"
     return text.replace(launcher[0], f"{functions}EXPORT void {name}({', '.join(own)}) {{\n{body}}}")

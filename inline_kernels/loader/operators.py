@@ -340,17 +340,24 @@ def _backward_of(backward: Callable, plans: bool, together: bool) -> Callable:
 
 
 def are_nobody_elses(tensors: list[Tensor], first: int, end: int) -> bool:
-    """Has nothing but that list these of its tensors, or their memory? A graph that is retained has them, and who looks into it."""
+    """Does nothing but that list hold these of its tensors, or their memory? A graph that is retained holds them, a user who has read them, or
+    hooks that kept them."""
     for i in range(first, end):
         t = tensors[i]
-        if getrefcount(t) != _alone or t._use_count() != 1 or _storage_uses(t.untyped_storage()._cdata) != 2:
+        if getrefcount(t) != _alone or _holders(t) != _own or not t.untyped_storage().resizable():
             return False
     return True
 
 
-# References to an object in a list that such a loop looks at, which Python's version says.
+def _holders(t: Tensor) -> tuple[int, int]:
+    """Of what is behind the Python object, and of its storage."""
+    return t._use_count(), _storage_uses(t.untyped_storage()._cdata)
+
+
+# References to an object in a list that such a loop looks at, and holders of a tensor that nobody else has: versions of Python and PyTorch differ.
+_storage_uses = torch._C._storage_Use_Count
 _alone = next(getrefcount(each) for each in [object()])
-_storage_uses = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+_own = _holders(torch.empty(1))
 
 
 def backward_seldom(
@@ -426,8 +433,8 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
             found = back(dy, arguments_of(arguments), *given[count:], plan=plan, needs=needs, spent=spent)
         else:
             found = back(dy, arguments_of(arguments), *given[count:], plan=plan, needs=needs)
-            if len(found) != count:
-                operator._refuse(found)
+        if len(found) != count:
+            operator._refuse(found)
         if False in needs:
             found = [gradient if need else None for gradient, need in zip(found, needs)]
         return None, *found, *others

@@ -1,4 +1,4 @@
-// A 2-D convolution of many channels, stride 1, no padding: a tail of v = conv2d(x, weight), which is never
+// A 2-D convolution of many channels, stride 1, no padding: a tail of v = conv2d(x, weight), which need not be
 // written, to sinks.
 //
 // An implicit GEMM on tensor cores: M = output channels, N = output pixels of one row, K = taps × input

@@ -169,8 +169,8 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
       };
       if (kSharedConstants && lane < 16) constants[lane] = constants_of(channel + lane);
       __syncwarp();  // the constants are there
-      result_t* to =
-          args.out.y + ((int64_t(place.n) * kChannelsOut + channel) * OH + place.row) * OW + place.column;
+      const int64_t first = ((int64_t(place.n) * kChannelsOut + channel) * OH + place.row) * OW + place.column;
+      result_t* to = args.out.y + first;
       const int pixels = OW - (kWholeRows ? 0 : place.column);
       uint32_t* words =
           args.keep.template at<kChannelsOut>(place.n, channel, place.row, place.column, OH, OW);
@@ -200,8 +200,8 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
         release();
         const int low = lane / 4, high = low + 8;
         if constexpr (Keep::kStores) {
-          args.keep.store_rows(to - args.out.y, staging, sums, place.n, channel, int64_t(OH) * OW, kChannelsOut - channel,
-                               pixels, constants[low], constants[high], ends);
+          args.keep.store_rows(first + int64_t(tile - start) * OW, staging, sums, place.n, channel, int64_t(OH) * OW,
+                               kChannelsOut - channel, pixels, constants[low], constants[high], ends);
           fetch();
         }
         if constexpr (!kSharedConstants) {
@@ -211,6 +211,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
           Keep::template store<kChannelsOut>(words, kept, kChannelsOut - channel, pixels);
         }
         if constexpr (reduces<Out>) {
+          if constexpr (Keep::kStores && Out::kWarpBytes > 0) await_bulk_reads();  // of that staging
           args.out.accept(sums, staging, {place.n, place.row + tile - start, channel, place.column, OH, OW, kChannelsOut});
         } else if constexpr (joins<Out>) {
           Out::store(to, staging, sums, int64_t(OH) * OW, kChannelsOut - channel, pixels,
@@ -226,6 +227,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
     }
     end_turns(consumer, tiles.end);
     Out::finish();
+    if constexpr (Keep::kStores) Keep::Rows::finish();
   }
 
   static __device__ __forceinline__ void run(const Arguments& args, bool again) {
