@@ -154,16 +154,17 @@ def test_cells_for_a_gpu_in_the_emulation(name, on_the_cpu):
 
 @pytest.fixture
 def by_our_own(gpu, on_the_cpu, monkeypatch):  # noqa: F811
-    """by_our_own(Model) gives the launchers, with their parameters, and the names of the cell that is exported on a GPU of capability 8.0."""
+    """by_our_own(Model) gives the launchers, with their parameters, and the names of the cell that is exported on a GPU of capability 8.0. behind: y is
+    faster computed behind v where backward follows."""
 
-    def cell(Model):
+    def cell(Model, behind=False):
         given, shape, launchers = (8, 16, 0.5), (2, 8, 14, 22), {}
         problem = SimpleNamespace(Model=Model, input_shape=shape, get_init_inputs=lambda: [*given])
 
         def text():
             gpu()
             monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
-            monkeypatch.setattr(choice, "inside_loses", lambda *_: False)
+            monkeypatch.setattr(choice, "inside_loses", lambda start, *_: behind and start == choice.SECOND)
             model, x = Model(*given), torch.empty(shape, device="meta")
             own = export.generated(model, x, "cuda", by_our_own=True)._replace(place=export.KERNELS)
             found = loader_source.parse_launchers(own.source)
@@ -176,12 +177,14 @@ def by_our_own(gpu, on_the_cpu, monkeypatch):  # noqa: F811
     return cell
 
 
-@pytest.mark.parametrize("Model", [Activated, Smooth, Normed])
-def test_convolutions_of_our_own_in_the_emulation(Model, by_our_own, monkeypatch):
+@pytest.mark.parametrize(
+    "Model, behind", [(Activated, False), (Smooth, False), (Smooth, True), (Normed, False)]
+)
+def test_convolutions_of_our_own_in_the_emulation(Model, behind, by_our_own, monkeypatch):
     """y by one launcher, with what backward needs by another, or else v; running statistics as Model's; only for what they were chosen for."""
-    launchers, names = by_our_own(Model)
+    launchers, names = by_our_own(Model, behind)
     assert {"forward", "forward_saving"} <= launchers.keys() and "v" not in launchers["forward"]
-    assert ("convolve" in launchers) == (Model is Normed)
+    assert ("convolve" in launchers) == (behind or Model is Normed)
     assert ("v" in launchers["forward_saving"]) == (Model is not Activated)
     names["check"]()
     ours, theirs, x = pair(names)
