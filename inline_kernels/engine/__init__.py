@@ -1,3 +1,3 @@
 """From a model to kernels: graph.py, scalars.py (the graph), ops.py (torch's operations as nodes), capture.py with context.py, growth.py, segment.py (torch.fx); the schedules, composed.py
-(sources of kernels/), direct.py and sinks.py with their mainloops.py, stored.py, schedule.py (`load`) with programs.py, layouts.py and depthwise.py; between.py and replacing.py with joining.py and pooling.py (what lies between segments); passes.py, which divides them,
+(sources of kernels/), direct.py and sinks.py with their mainloops.py, stored.py, schedule.py (`load`) with load_plan.py, load_words.py, programs.py, layouts.py and depthwise.py; between.py and replacing.py with joining.py and pooling.py (what lies between segments); passes.py, which divides them,
 and source.py, which writes text (plane_text.py and small_text.py a pass, gates.py, naming.py); launching.py; operator.py, part.py, chain.py (parts as one operator), structure.py, fuse.py, variants.py."""
