@@ -14,10 +14,10 @@ from torch.nn import functional as F
 import numerics
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import direct, part, schedule, sinks, stored
+from inline_kernels.engine import direct, part, precision, schedule, sinks, stored
 from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
-from test_engine_direct import device, full_size, given, only_through, random_model  # noqa: F401
+from test_engine_direct import device, full_size, given, of_11_bits, only_through, random_model  # noqa: F401
 from test_engine_sinks import TAILS as REDUCING
 from test_engine_sinks import model_of, normed
 
@@ -258,6 +258,23 @@ def test_what_is_kept_beside_v_is_what_load_keeps(mainloop, name, beside, device
     _, *expected = schedule.forward(schedule.plan(case), case.arguments)
     assert kept[1].data_ptr() != expected[1].data_ptr()
     torch.testing.assert_close(kept[0], expected[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("filters, size", [((130, 17, 1, 3), (4, 256)), ((40, 24, 3, 3), (7, 37))], ids=str)
+@pytest.mark.parametrize("name", ["norm", "over channels"])
+def test_v_beside_what_is_reduced_by_wgmma(name, filters, size, device, monkeypatch):  # noqa: F811
+    """By the same staging, in rows that tiles share, and in those of one tile."""
+    device(900), only_through("wide", monkeypatch)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
+    model = model_of(filters, FIRST["norm"] if name == "norm" else lambda m, v: (v * v).mean(1)).train()
+    model.conv.weight.data.copy_(of_11_bits(model.conv.weight))
+    x = of_11_bits(numerics.random_input((3, filters[1], *size)))
+    case = Case(*given(model, x), True, x.dtype)
+    assert stored.describe(case).startswith("wide writes v and ")
+    found, expected = (schedule.forward(by.plan(case), case.arguments) for by in (stored, schedule))
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours.dtype != torch.float64:  # small values, with room between them
+            torch.testing.assert_close(ours, theirs.view(ours.shape), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("of", ["a large mean", "what isn't finite"])
