@@ -32,7 +32,7 @@ struct Fiber : Thread {
   bool begun = false, done;
   const long* awaited;  // the fiber waits while this is `seen`
   long seen;
-  std::vector<Copy> copies;  // on their way
+  std::vector<Copy> copies, leaving;  // on their way, to shared memory and from it
   int copy_groups;           // so far
 };
 // Threads that wait for one another.
@@ -84,6 +84,7 @@ int warp() { return thread->number / 32; }
 void run_fiber() {
   while (true) {
     run_kernel(kernel);
+    if (!self().leaving.empty()) failure = "a thread is done while copies still read shared memory";
     events++, self().done = true;
     yield();
   }
@@ -126,7 +127,7 @@ Block::Block(Index index, int threads) : index(index), left(threads) {
     resting.pop_back();
     const unsigned x = blockDim.x, y = blockDim.y;
     fiber.index = {i % x, i / x % y, i / x / y}, fiber.number = i;
-    fiber.done = false, fiber.awaited = nullptr, fiber.copies.clear(), fiber.copy_groups = 0;
+    fiber.done = false, fiber.awaited = nullptr, fiber.copies.clear(), fiber.leaving.clear(), fiber.copy_groups = 0;
   }
 }
 Block::~Block() {
@@ -241,6 +242,12 @@ void await_copies(int pending) {
   for (const Copy& copy : copies)
     if (arrives(copy)) copy.from ? memcpy(copy.to, copy.from, copy.bytes) : memset(copy.to, 0, copy.bytes);
   copies.erase(std::remove_if(copies.begin(), copies.end(), arrives), copies.end());
+}
+
+// What leaves shared memory is read when that is awaited, not before: it must lie there until then.
+void copy_out_later(void* to, const void* from, int bytes) { self().leaving.push_back({to, from, bytes, 0}); }
+void await_reads() {
+  for (const Copy& copy : std::exchange(self().leaving, {})) memcpy(copy.to, copy.from, copy.bytes);
 }
 
 // ------------------------------------------------------------------------------------------------ meetings

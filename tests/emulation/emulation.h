@@ -57,6 +57,8 @@ bool is_shared(const void* at, int bytes);
 void copy_later(void* to, const void* from, int bytes);  // from a null pointer: zeros
 void commit_copies();
 void await_copies(int pending);
+void copy_out_later(void* to, const void* from, int bytes);
+void await_reads();
 void product(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth, bool bfloat16);
 void products(float (*d)[4], const uint32_t* a, const uint32_t* b, int tiles, bool bfloat16);  // of 16 k, by 8 columns
 void product_tf32(float (&d)[4], const uint32_t* a, const uint32_t* b);

@@ -79,7 +79,7 @@ template <int kCount> void signal_threads(int barrier) { emulation::arrive_at(ba
 inline void publish_barriers() {}
 inline void copy_bulk_out(void* global, const void* shared, int bytes) {
   const bool aligned = uintptr_t(global) % 16 == 0 && uintptr_t(shared) % 16 == 0 && bytes % 16 == 0;
-  if (aligned && emulation::is_shared(shared, bytes)) memcpy(global, shared, bytes);
+  if (aligned && emulation::is_shared(shared, bytes)) emulation::copy_out_later(global, shared, bytes);
   else emulation::failure = "a copy that is not aligned, or not of shared memory";
 }
 // A cluster has one block.
@@ -90,7 +90,7 @@ inline int cluster_rank() { return 0; }
 inline void arrive_at(uint64_t* barrier, int) { arrive(barrier); }
 inline void meet_cluster() { emulation::meet_block(); }
 inline void commit_bulk_copies() {}
-inline void await_bulk_reads() {}
+inline void await_bulk_reads() { emulation::await_reads(); }
 
 // ----------------------------------------------------------------------------------------------------- wgmma
 
