@@ -1,4 +1,4 @@
-"""A hundred faults, one at a time, in a copy of the tree: do the tests that stand beside each see it?
+"""Faults, one at a time, in a copy of the tree: do the tests that stand beside each see it?
 
     python tests/faults.py [--only 3,17] [--files] [--sound]    # --files: does each text stand where it is looked for, once?
                                                                 # --sound: do the tests pass without the faults?
@@ -223,14 +223,14 @@ FAULTS = [
     Fault("kernels/conv/wide_sm90.cuh", "if constexpr (Keep::kStores) Keep::Rows::finish();", "", "test_engine_stored.py -k 'reduced_by_wgmma and norm'"),
     Fault("kernels/conv/wide_sm90.cuh", "if constexpr (Keep::kStores && Out::kWarpBytes > 0) await_bulk_reads();", "", "test_engine_stored.py -k 'reduced_by_wgmma and channels'"),
     Fault("kernels/store/rows.cuh", "finish() { await_bulk_reads(); }", "finish() {}", "test_engine_direct.py -k two_results_by_wgmma"),
-    Fault("inline_kernels/loader/operators.py", "getrefcount(t) != _alone", "False", "test_engine_direct.py -k 'a_user_has and read'"),
-    Fault("inline_kernels/loader/operators.py", "return t._use_count(), _storage_uses(t.untyped_storage()._cdata)", "return t._use_count(), 0", "test_engine_direct.py -k 'a_user_has and aliases'"),
-    Fault("inline_kernels/loader/operators.py", " or not t.untyped_storage().resizable()", "", "test_engine_direct.py -k 'a_user_has and arrays'"),
-    Fault("inline_kernels/engine/schedule.py", '.count("dz") == 1', '.count("dz") > 0', "test_engine_direct.py -k another_input_s"),
-    Fault("inline_kernels/engine/schedule.py", "saved[i].untyped_storage().resize_(0)", "pass", "test_engine_direct.py -k is_freed"),
-    Fault("inline_kernels/engine/chain.py", "spends = not watched and each.step.plan.spends", "spends = False", "test_engine_direct.py -k chain_writes"),
+    Fault("inline_kernels/loader/operators.py", "getrefcount(t) != _alone", "False", "test_engine_spent.py -k 'a_user_has and read'"),
+    Fault("inline_kernels/loader/operators.py", "return t._use_count(), _storage_uses(t.untyped_storage()._cdata)", "return t._use_count(), 0", "test_engine_spent.py -k 'a_user_has and aliases'"),
+    Fault("inline_kernels/loader/operators.py", " or not t.untyped_storage().resizable()", "", "test_engine_spent.py -k 'a_user_has and arrays'"),
+    Fault("inline_kernels/engine/schedule.py", '.count("dz") == 1', '.count("dz") > 0', "test_engine_spent.py -k another_input_s"),
+    Fault("inline_kernels/engine/schedule.py", "saved[i].untyped_storage().resize_(0)", "pass", "test_engine_spent.py -k is_freed"),
+    Fault("inline_kernels/engine/chain.py", "spends = not watched and each.step.plan.spends", "spends = False", "test_engine_spent.py -k chain_writes"),
     Fault("inline_kernels/engine/schedule.py", "or name in program.texts[at].before_v", "", "test_engine_input_gradient.py -k by_stream_in_16_bits"),
-    Fault("inline_kernels/engine/schedule.py", 'given += ["dz"] * bool(over)', "over = False", "test_engine_direct.py -k written_over_v"),
+    Fault("inline_kernels/engine/schedule.py", 'given += ["dz"] * bool(over)', "over = False", "test_engine_spent.py -k written_over_v"),
     Fault("inline_kernels/engine/choice.py", "return inside > 1e6 * moved", "return inside < 1e6 * moved", "test_engine_direct.py -k tail_costs"),
     Fault("inline_kernels/export/export.py", "{body}{copying}}}", "{body}}}", "test_export_gpu.py -k 'our_own and Smooth'"),
 ]

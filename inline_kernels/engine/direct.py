@@ -8,7 +8,8 @@ It has schedule.py's functions and signatures, and runs a segment where
   else the segment computes from it, the schedule `load` does in passes over windows;
 - the convolution has one group, and one of the `MAINLOOPS` can run it: with a stride, padding or dilation `stream` alone.
 
-Where backward follows, what it needs of v (float32) is stored beside y, in the same launch; backward is `load`'s, which starts from that.
+Where backward follows, what it needs of v (float32) is stored beside y, in the same launch; backward is `load`'s, which starts from that. A tail that
+takes longer so than in a pass behind v (choice.inside_loses) is left to the schedule `stored`.
 
 For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` and `stream` one,
 where eager runs TF32. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample

@@ -255,7 +255,6 @@ def backward(
     weight_at = len(plan.segment.inputs)
     x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
     plan.settings = precision(x)
-    spent = spent and not plan.strips  # which may read it twice
     back, made, passes, dz = _back(plan, *asked, True, arguments, spent), (), 1, None
     if back.launch:
         # A user's hooks may give what was saved back in other strides; the library takes its operands as they come.
@@ -313,7 +312,7 @@ def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence, spent:
 
 
 def spends(plan: Plan) -> bool:
-    """Does what forward saved take memory that backward would rather use, or free?"""
+    """Does what forward saved take memory that backward would rather use, or free? Strips may read it twice."""
     return any(array.space.level for array in plan.composed.saved) and not plan.strips
 
 

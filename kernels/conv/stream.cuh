@@ -149,7 +149,7 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
   const Scratch<int32_t> exponents(Conv::kPaddedOut, stream);
   const Scratch<uint4> packed_weight(Conv::kPackedWeights, stream);
   const Scales<Operands> scales{largest, N};
-  pack_views_weight_kernel<Conv><<<Conv::kPaddedOut, kPackingThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
+  pack_views_weight_kernel<Conv><<<Conv::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
   // The last tile's patches end behind the last pixel.
   const Scratch<uint4> packed(N * pixels * Conv::kUnits + Conv::kTilePositions + at.patch, stream);
   pack_views<Conv>(packed, scales, x, at, stream);
@@ -208,7 +208,7 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   const Scratch<int32_t> exponents(Loop::kPaddedOut, stream);
   const Scratch<uint4> packed_weight(Loop::kPackedWeights, stream);
   const Scales<Operands> scales{largest, N};
-  pack_stream_weight_kernel<Conv><<<Loop::kPaddedOut, kPackingThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
+  pack_stream_weight_kernel<Conv><<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
   const Scratch<uint4> packed(kLast ? 0 : N * rows.S * (Loop::kPixel / 8), stream);
   const operand_t* operands = reinterpret_cast<const operand_t*>(packed.data);
   if constexpr (kLast) operands = reinterpret_cast<const operand_t*>(x.data);

@@ -111,9 +111,8 @@ template <class Operands> struct Scales {
 
 // A block per output channel, a thread per 8 operands of a copy; padding channels are 0. Also clears what Scales
 // read.
-constexpr int kPackingThreads = 256;
 template <class Conv>
-__global__ void __launch_bounds__(kPackingThreads)
+__global__ void __launch_bounds__(kPackThreads)
 pack_stream_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv::Operands> scales,
                           const typename Conv::value_t* weight) {
   constexpr int kCopies = Conv::kCopies, kBlockChannels = Conv::kBlockChannels;
@@ -122,7 +121,7 @@ pack_stream_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Con
   const int exponent = channel_exponent<Conv>(exponents, scales.largest, weight, scales.kOfSample * scales.N, channel, real);
   const int block = channel / kBlockChannels;
   constexpr int kUnits = Conv::kGroup / 8, kRows = Conv::kWeightRows;  // of a row; of a copy
-  for (int i = threadIdx.x; i < Conv::kGroups * kCopies * kUnits * (kRows / kBlockChannels); i += kPackingThreads) {
+  for (int i = threadIdx.x; i < Conv::kGroups * kCopies * kUnits * (kRows / kBlockChannels); i += kPackThreads) {
     const int unit = i / kCopies, copy = i % kCopies, group = unit / kUnits % Conv::kGroups;
     const bool second = unit / kUnits >= Conv::kGroups;
     const int row = channel % kBlockChannels + (second ? kBlockChannels : 0);

@@ -86,14 +86,14 @@ struct Lattices : Lattice {
 
 // As pack_stream_weight_kernel: a block per output channel.
 template <class Conv>
-__global__ void __launch_bounds__(kPackingThreads)
+__global__ void __launch_bounds__(kPackThreads)
 pack_views_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv::Operands> scales,
                          const typename Conv::value_t* weight) {
   constexpr int kBlockChannels = Conv::kBlockChannels, kSteps = Conv::kSteps;
   const int channel = blockIdx.x, block = channel / kBlockChannels;
   const bool real = channel < Conv::kChannelsOut;
   const int exponent = channel_exponent<Conv>(exponents, scales.largest, weight, scales.kOfSample * scales.N, channel, real);
-  for (int i = threadIdx.x; i < kSteps * Conv::kProducts * 2; i += kPackingThreads) {
+  for (int i = threadIdx.x; i < kSteps * Conv::kProducts * 2; i += kPackThreads) {
     const int step = i / (Conv::kProducts * 2);
     const Term term = Conv::term(i / 2 % Conv::kProducts, i % 2);
     union { typename Conv::operand_t values[8]; uint4 all; } pack;

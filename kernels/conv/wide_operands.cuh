@@ -16,6 +16,8 @@
 
 namespace conv {
 
+constexpr int kPackThreads = 256;  // of kernels that pack operands
+
 using namespace tensor_core;
 
 HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

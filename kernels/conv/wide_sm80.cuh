@@ -19,7 +19,6 @@ namespace conv {
 
 // --------------------------------------------------------------------------------------------------- packing
 
-constexpr int kPackThreads = 256;
 constexpr int kPackPixels = 4;     // of a thread: 8 × 4 loads are under way at a time
 constexpr int kRepackBlocks = 32;  // of a sample
 
