@@ -28,7 +28,7 @@ def of_x(ours, monkeypatch):
         monkeypatch.setattr(choice, "stream_views", lambda *_: 0.0 if by_views else 1e9)
         monkeypatch.setattr(choice, "library_input_gradient", lambda *_: 1e9)
         ran = ours(900, tf32)
-        monkeypatch.setattr(own, "obstacle", lambda *_: "not asked")
+        monkeypatch.setattr(own, "obstacle", lambda *_, **__: "not asked")
         return ran
 
     return become

@@ -98,10 +98,9 @@ LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
 # Of volumes in TF32, for each channel in, and at most (benchmarks/results/fuse/2026-11-24-h200-forward.json: 31e6 and 43e6 with 8, 130e6 with 32);
 # of channels out it computes 32 at once (trials/views.json: 41e6 from 16 to 16).
 LIBRARY_VOLUMES, LIBRARY_VOLUMES_MOST = 4e6, 200e6
-LIBRARY_FLOAT32, LIBRARY_WINOGRAD = (
-    41e6,
-    130e6,
-)  # where TF32 isn't run: of any filter, and of 3 x 3 from 64 channels on
+# Where TF32 isn't run: of any filter, and of 3 x 3 from 64 channels on in images of so many rows and columns, at most (28e6 to 78e6; of smaller
+# images 22e6 and 29e6: trials/float32.json).
+LIBRARY_FLOAT32, LIBRARY_WINOGRAD, WINOGRAD_ROWS = 41e6, 80e6, 28
 # kernels/conv/wide.cuh's, that only writes v (benchmarks/results/trials/stored.json).
 WIDE_OPERATIONS = 650e6
 VIEWS, VIEWS_POSITIONS = 0, 128  # as `folded`; of a tile
@@ -112,6 +111,9 @@ PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, 
 # kernels/grad/packed_weight.cuh and packed_input.cuh by wgmma (trials/packed_gradients.json: 0.48 and 0.42 ms for 304 GFLOP), and by mma.sync
 # (trials/min_add_by_wgmma.json).
 LIBRARY_WEIGHT_OPERATIONS = {2: 700e6, 4: 143e6}
+# Where TF32 isn't run; and of volumes, for each channel in and at most, then and else. From steps of benchmarks/results/sizes/2026-11-27-h100-last.json
+# and of 43 and 47, less what else they do: 48e6; of volumes 2e6 to 6e6 with 32 channels, else 80e6 with 32, 145e6 with 64, 200e6 with 256.
+LIBRARY_WEIGHT_FLOAT32, LIBRARY_VOLUMES_WEIGHT = 60e6, {True: (0.3e6, 41e6), False: (2.5e6, 200e6)}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
 LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
 INPUT_OPERATIONS = {True: 560e6, False: 320e6}
@@ -223,7 +225,8 @@ def stream_loses(
     moved = (x + weights + v) * itemsize / bytes_a_time
     rate = LIBRARY_OPERATIONS[itemsize]
     if how.split:
-        rate = LIBRARY_WINOGRAD if tuple(filters[2:]) == (3, 3) and filters[1] >= 64 else LIBRARY_FLOAT32
+        by_winograd = tuple(filters[2:]) == (3, 3) and filters[1] >= 64 and min(image[2:]) >= WINOGRAD_ROWS
+        rate = LIBRARY_WINOGRAD if by_winograd else LIBRARY_FLOAT32
     elif len(filters) == 5 and itemsize == 4:
         rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST) * min(filters[0] / 32, 1)
     if how.beside_wide:
@@ -246,29 +249,47 @@ def inside_loses(start: float, instructions: int, moved: int, scale) -> bool:
 
 
 def weight_gradient(
-    image: Sequence[int], filters: Sequence[int], itemsize: int, device
+    image: Sequence[int],
+    filters: Sequence[int],
+    size: Sequence[int],
+    itemsize: int,
+    packs: bool,
+    split: bool,
+    device,
 ) -> tuple[float, float]:
-    """Microseconds of the weight's gradient by our own kernel, and by the library, of a dz that is written before: in 16 bits, or channels last as
-    x then is, too."""
+    """Microseconds of the weight's gradient by our own kernel, and by the library, of a dz of those extents that is written before: in 16 bits, or
+    channels last as x then is, too; of volumes, and in float32, in planes. packs: ours of dz in planes, which it packs. split: of two float16 an
+    operand, where the library runs float32."""
     outputs, channels, *kernel = filters
-    rows, columns = (extent - taps + 1 for extent, taps in zip(image[2:], kernel))
-    x, dz = math.prod(image), image[0] * outputs * rows * columns
+    *lines, columns = size
+    pixels, taps = image[0] * math.prod(size), math.prod(kernel)
+    x, dz = math.prod(image), pixels * outputs
     bytes_a_time, rates = PASS_BYTES * device.scale.memory, device.scale.compute
     # Blocks have 64 channels of either kind, and strips of 64 columns.
+    # Of few channels several planes of the filter lie side by side.
+    beside = max(1, min(64 // (-(-channels // 8) * 8), math.prod(kernel[:-2])))
     outputs, channels, columns = (-(-each // 64) * 64 for each in (outputs, channels, columns))
-    products = 2 * image[0] * rows * columns * outputs * channels * math.prod(kernel)
-    products /= WEIGHT_OPERATIONS[device.capability == (9, 0)] * rates
-    read = (
-        2 * (dz * channels + x * outputs) / 64 / bytes_a_time
-    )  # once for each block of the other's channels
+    planes = -(-math.prod(kernel[:-2]) // beside)
+    products = (
+        2 * image[0] * math.prod(lines) * columns * outputs * channels * planes * math.prod(kernel[-2:])
+    )
+    products *= 3 if split else 1
+    products /= WEIGHT_OPERATIONS[device.capability == (9, 0) and not split] * rates
+    # Once for each block of the other's channels, or of a filter's planes.
+    read = 2 * (dz * channels + x * outputs * beside) / 64 / bytes_a_time * planes
     ours = (
         WEIGHT_LAUNCHES[itemsize] * PACKING_START
-        + ((itemsize + 2) * x + 2 * dz) / bytes_a_time
-        + max(products, read)
+        + ((itemsize + 2) * x + (itemsize + 4 if packs else 2) * dz) * (1 + split) / bytes_a_time
+        + max(products, read * (1 + split))
     )
-    theirs = 2 * dz * filters[1] * math.prod(kernel) / (LIBRARY_WEIGHT_OPERATIONS[itemsize] * rates)
-    theirs = LIBRARY_STARTS[itemsize] + (2 * itemsize * x + itemsize * dz) / bytes_a_time + theirs
-    return ours, theirs
+    rate, turned = LIBRARY_WEIGHT_OPERATIONS[itemsize], 2 * itemsize * x + itemsize * dz
+    if split:
+        rate, turned = LIBRARY_WEIGHT_FLOAT32, 0
+    if len(kernel) == 3:
+        each, most = LIBRARY_VOLUMES_WEIGHT[split]
+        rate, turned = min(each * filters[1], most), 0
+    theirs = 2 * dz * filters[1] * taps / (rate * rates)
+    return ours, LIBRARY_STARTS[itemsize] + turned / bytes_a_time + theirs
 
 
 def few_weights_gradient(

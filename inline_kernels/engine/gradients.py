@@ -1,8 +1,10 @@
 """The gradients of a convolution's weight and input by kernels of our own, for any tail, in the library's place behind the pass that writes dz.
 
-- PACKED: kernels/grad/packed_weight.cuh and packed_input.cuh. That pass then writes dz in 16 bits, as tensor cores take it
-  (kernels/load/units.cuh). A float32 is one float16 under a scale for each sample: as exact as TF32, which eager runs for that gradient, or else
-  the library serves.
+- PACKED: kernels/grad/packed_weight.cuh, of images and volumes, padded or not; and packed_input.cuh, of plain images. That pass then writes dz in
+  16 bits, as tensor cores take it (kernels/load/units.cuh). A float32 is one float16 under a scale for each sample: as exact as TF32, which eager
+  runs for that gradient, or else the library serves.
+- PACKS: the weight's of those, of dz in planes, which it packs itself: where dz in planes is what gives x's gradient; and where eager runs float32,
+  of two float16 an operand.
 - FEW: kernels/grad/few_weight.cuh, for few channels in, of images and volumes, padded or not, of dz in planes; in TF32 where eager runs it for
   that gradient, else in float32's accuracy.
 - STREAM: kernels/grad/stream_input.cuh, for x, of dz in planes: a convolution of few channels in or of volumes, for which the library's gradient
@@ -23,7 +25,7 @@ import inline_loader
 from . import choice, layouts, library, mainloops, precision, tiling
 from .cases import CTYPES
 
-PACKED, FEW, STREAM = "packed", "few", "stream"
+PACKED, PACKS, FEW, STREAM = "packed", "packs", "few", "stream"
 MOST_CHANNELS = 16  # in, that are few
 
 
@@ -37,19 +39,20 @@ class Ways(NamedTuple):
 _TEXT = """// The gradient of {of}
 #include "grad/packed_{name}.cuh"
 
-using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
+using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {kernels}>;
 using Target = conv::Target<CAPABILITY, SHARED_LIMIT, 1, 1, 0, COUNTS_IN_INT>;
-using Build = conv::Build<Filter, conv::Operands<value_t, false>, Target>;
+using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;
 
 EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> other, cudaStream_t stream) {{
-  grad::packed_{name}<Build>(gradient, dz, other, stream);
+  grad::packed_{name}<{builds}>(gradient, dz, other, stream);
 }}
 """
+_PADDED = "Build, conv::Around<PADDED, {befores}>, OF_PLANES"
 _FEW_TEXT = """// The gradient of {of}
 #include "grad/few_weight.cuh"
 
 using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {kernels}>;
-using Around = grad::few::Around<PADDED, {befores}>;
+using Around = conv::Around<PADDED, {befores}>;
 using Tile = grad::few::Tile<Filter, Around, SHARED_LIMIT, DZ_ALIGNED, LINE, SPLIT>;
 
 EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> x, cudaStream_t stream) {{
@@ -73,15 +76,19 @@ def fastest(segment, x: Tensor, weight: Tensor, dx: bool, dw: bool, in_units: bo
     """What gives those that are asked for. in_units: can dz be written in 16 bits?"""
     of_x = STREAM if dx and stream_obstacle(segment, x, weight) is None else None
     of_weight = FEW if dw and few_obstacle(segment, x, weight) is None else None
-    if dw and in_units and obstacle(segment, x, weight, dx) is None:
-        given = x.shape, weight.shape, x.element_size(), tiling.device_properties(x.device.index)
-        of_each = [few_expected(segment, x, weight)[0] if of_weight else choice.weight_gradient(*given)[1]]
+    if not dw:
+        return Ways(of_x)
+    of_few = few_expected(segment, x, weight)[0] if of_weight else math.inf
+    if in_units and obstacle(segment, x, weight, dx) is None:
+        ours, (_, by_library) = expected(segment, x, weight, dx), weight_expected(segment, x, weight)
+        others = of_few if of_weight else by_library
         if dx:
-            of_each.append(
-                stream_expected(segment, x, weight)[0] if of_x else choice.input_gradient(*given)[1]
-            )
-        if expected(x, weight, dx)[0] <= sum(of_each):
+            others += stream_expected(segment, x, weight)[0] if of_x else ours[1] - by_library
+        if ours[0] <= others:
             return Ways(PACKED if dx else None, PACKED)
+    if packs_obstacle(segment, x, weight) is None and packs_expected(segment, x, weight)[0] <= of_few:
+        if not dx or of_x or layouts.fastest(segment, x, weight, "dx") == layouts.PLANES:
+            return Ways(of_x, PACKS)
     return Ways(of_x, of_weight)
 
 
@@ -111,7 +118,7 @@ def few_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
         return reason
     if weight.shape[1] > MOST_CHANNELS:
         return "there are many channels in"
-    size = _few_result(segment, x, weight)
+    size = _result_size(segment, x, weight)
     if reason := tiling.few_weights_obstacle(x, weight, size, _splits(segment, x, weight)):
         return reason
     ours, theirs = few_expected(segment, x, weight)
@@ -121,24 +128,23 @@ def few_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
 def few_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
     """Microseconds, by ours and by the library."""
     device, split = tiling.device_properties(x.device.index), _splits(segment, x, weight)
-    size = _few_result(segment, x, weight)
+    size = _result_size(segment, x, weight)
     tile = tiling.few_weights(weight, size, split, device.shared)
     return choice.few_weights_gradient(x.shape, weight.shape, size, tile, split, device)
 
 
-def _few_result(segment, x: Tensor, weight: Tensor) -> list[int]:
+def _result_size(segment, x: Tensor, weight: Tensor) -> list[int]:
     """The extents of dz."""
     walk = mainloops.walk_of(segment, weight)
     return [sum(each) + 1 - k for *each, k in zip(x.shape[2:], walk.before, walk.behind, weight.shape[2:])]
 
 
 def _splits(segment, x: Tensor, weight: Tensor) -> bool:
-    """Are FEW's operands two TF32? Not where eager's are one."""
+    """Are FEW's operands two TF32, or PACKS' two float16? Not where eager's are one TF32."""
     walk = mainloops.walk_of(segment, weight)
     if walk.before != walk.behind:  # the library then pads x first
         return True
-    settings = precision.PLAIN_SETTINGS if walk.is_plain else precision.Settings(padding=walk.before)
-    return not precision.runs_tf32(x, weight, "dw", settings)
+    return x.dtype == torch.float32 and not _runs_tf32(segment, x, weight, "dw")
 
 
 class _Turned(NamedTuple):
@@ -230,30 +236,73 @@ def stream_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
 
 def obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
     """Why PACKED can't give the weight's gradient, and with dx that of x, or is not as exact as eager, or not faster than the library; or None."""
-    if reason := _plain_obstacle(segment, x, weight):
-        return reason
-    if weight.shape[0] % 8:
-        return "channels out are no multiple of 8"
-    if reason := tiling.wide_obstacle(x, weight, x.dtype):
+    if reason := _packed_obstacle(segment, x, weight, dx):
         return reason
     if dx and (reason := tiling.packed_input_obstacle(x, weight)):
         return reason
-    ours, theirs = expected(x, weight, dx)
+    ours, theirs = expected(segment, x, weight, dx)
     if theirs <= ours:
         return "the library is faster at such sizes"
-    if x.dtype == torch.float32:
-        asked = ("dw", "dx") if dx else ("dw",)
-        if not all(precision.runs_tf32(x, weight, of, precision.PLAIN_SETTINGS) for of in asked):
-            return "eager runs float32"
+    asked = ("dw", "dx") if dx else ("dw",)
+    if x.dtype == torch.float32 and not all(_runs_tf32(segment, x, weight, of) for of in asked):
+        return "eager runs float32"
     return None
 
 
-def expected(x: Tensor, weight: Tensor, dx: bool) -> tuple[float, float]:
+def packs_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
+    """Why PACKS can't give the weight's gradient, or is not faster than the library; or None."""
+    if reason := _packed_obstacle(segment, x, weight, False):
+        return reason
+    if x.dtype == torch.float32:  # what eager runs need not be asked where the library is faster anyhow
+        ours, _ = weight_expected(segment, x, weight, packs=True)
+        if ours >= max(weight_expected(segment, x, weight, True, split)[1] for split in (False, True)):
+            return "the library is faster at such sizes"
+    ours, theirs = packs_expected(segment, x, weight)
+    return "the library is faster at such sizes" if theirs <= ours else None
+
+
+def _packed_obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
+    if reason := _plain_obstacle(segment, x, weight, (4,) if dx else (4, 5), padded=not dx):
+        return reason
+    if weight.shape[0] % 8:
+        return "channels out are no multiple of 8"
+    walk = mainloops.walk_of(segment, weight)
+    if walk.before != walk.behind:
+        return "there are more zeros behind the image than before it"
+    size, units = _result_size(segment, x, weight), -(-max(weight.shape[:2]) // 8)
+    padded = [extent + taps - 1 for extent, taps in zip(size, weight.shape[2:])]
+    if min(size) < 1 or math.prod(padded) * units >= 2**31:
+        return "there is nothing to convolve, or more than is counted in int"
+    return tiling.wide_obstacle(x, weight, x.dtype)
+
+
+def _runs_tf32(segment, x: Tensor, weight: Tensor, of: str) -> bool:
+    """Does eager? Of as many zeros before x as behind it."""
+    walk = mainloops.walk_of(segment, weight)
+    settings = precision.PLAIN_SETTINGS if walk.is_plain else precision.Settings(padding=walk.before)
+    return precision.runs_tf32(x, weight, of, settings)
+
+
+def expected(segment, x: Tensor, weight: Tensor, dx: bool) -> tuple[float, float]:
     """Microseconds, by PACKED and by the library."""
-    device = tiling.device_properties(x.device.index)
-    given = x.shape, weight.shape, x.element_size(), device
-    each = [choice.weight_gradient(*given), *([choice.input_gradient(*given)] if dx else [])]
-    return sum(ours for ours, _ in each), sum(theirs for _, theirs in each)
+    ours, theirs = weight_expected(segment, x, weight)
+    if dx:
+        device = tiling.device_properties(x.device.index)
+        of_x = choice.input_gradient(x.shape, weight.shape, x.element_size(), device)
+        ours, theirs = ours + of_x[0], theirs + of_x[1]
+    return ours, theirs
+
+
+def weight_expected(
+    segment, x: Tensor, weight: Tensor, packs: bool = False, split: bool = False
+) -> tuple[float, float]:
+    """The same of the weight's gradient. packs: by PACKS. split: are operands two float16, and the library's float32?"""
+    device, size = tiling.device_properties(x.device.index), _result_size(segment, x, weight)
+    return choice.weight_gradient(x.shape, weight.shape, size, x.element_size(), packs, split, device)
+
+
+def packs_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
+    return weight_expected(segment, x, weight, True, _splits(segment, x, weight))
 
 
 def size(N: int, C: int, positions: int, dtype: torch.dtype) -> int:
@@ -268,19 +317,25 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor) -> dict[str, dict]:
     spatial, own, texts = tiling.spatial_defines(weight.shape), segment.conv.name or "the convolution", {}
     axes = "DHW"[5 - weight.dim() :]
     if ways.weight == FEW:
-        walk, size = mainloops.walk_of(segment, weight), _few_result(segment, x, weight)
+        walk, size = mainloops.walk_of(segment, weight), _result_size(segment, x, weight)
         line, split = tiling.few_line(size), _splits(segment, x, weight)
         words = {f"{what.lower()}s": ", ".join(f"{what}_{a}" for a in axes) for what in ("KERNEL", "BEFORE")}
         defines = {"DZ_ALIGNED": math.gcd(size[-1], 4), "LINE": line, "SPLIT": int(split)}
         defines |= {"PADDED": int(not walk.is_plain)} | {f"BEFORE_{a}": n for a, n in zip(axes, walk.before)}
         texts["weight"] = _FEW_TEXT, words, spatial | defines
-    elif ways.weight == PACKED:
-        planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
-        counts = {"COUNTS_IN_INT": planned["COUNTS_IN_INT"]}
+    elif ways.weight in (PACKED, PACKS):
+        walk, kernels = mainloops.walk_of(segment, weight), ", ".join(f"KERNEL_{axis}" for axis in axes)
+        around = {"PADDED": int(not walk.is_plain)} | {f"BEFORE_{a}": n for a, n in zip(axes, walk.before)}
+        packs = ways.weight == PACKS
+        around |= {"OF_PLANES": int(packs), "COUNTS_IN_INT": 0}
+        spatial["SPLIT"] = int(packs and _splits(segment, x, weight))
+        builds = _PADDED.format(befores=", ".join(f"BEFORE_{axis}" for axis in axes))
         spatial["CAPABILITY"] = 90 if capability == (9, 0) else 80
-        texts["weight"] = _TEXT, {}, spatial | dict.fromkeys(counts, 0)
-        if ways.x:
-            texts["input"] = _TEXT, {}, spatial | counts
+        texts["weight"] = _TEXT, {"kernels": kernels, "builds": builds}, spatial | around
+        if ways.x == PACKED:
+            planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
+            counts = {"COUNTS_IN_INT": planned["COUNTS_IN_INT"]}
+            texts["input"] = _TEXT, {"kernels": kernels, "builds": "Build"}, spatial | counts
     if ways.x == STREAM:
         turned = _Turned.of(segment, x, weight)
         words = {
@@ -335,10 +390,11 @@ def in_words(segment, x: Tensor, weight: Tensor, in_units: bool) -> list[str]:
     both = fastest(segment, x, weight, True, True, in_units)
     words = []
     if both.x == PACKED:
-        return [given("the gradients of weight and x by kernels", expected(x, weight, True))]
+        return [given("the gradients of weight and x by kernels", expected(segment, x, weight, True))]
     if alone:
-        where = ", where x has none," * (both.weight != alone)
-        times = few_expected(segment, x, weight) if alone == FEW else expected(x, weight, False)
+        where = ", where x has none," * (both.weight is None)
+        of_weight = {FEW: few_expected, PACKED: weight_expected, PACKS: packs_expected}[alone]
+        times = of_weight(segment, x, weight)
         words.append(given(f"the weight's gradient{where} by a kernel", times))
     if both.x:
         words.append(given("x's gradient by a kernel", stream_expected(segment, x, weight)))

@@ -305,7 +305,7 @@ def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -
 @first_obstacle
 def wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
     yield from _fused_obstacles(x, dtype)
-    (outputs, channels, kh, kw), parts = weight.shape, 2 if dtype == torch.float32 else 1
+    (outputs, channels, *_, kh, kw), parts = weight.shape, 2 if dtype == torch.float32 else 1
     # The smallest tile, 16 channels in at a time: kh rows of pixels, and three taps of weights.
     block = 128 if max(outputs, channels) > 64 else 64
     needed = (kh * (COLUMNS + kw - 1) + 3 * block) * 16 * 2 * parts

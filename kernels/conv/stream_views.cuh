@@ -10,6 +10,7 @@
 //   weights  [channel block][step][product][half][channel] units, as products take them; of a block all stay in shared memory
 #pragma once
 #include "conv/stream_operands.cuh"
+#include "store/positions.cuh"
 
 namespace conv {
 

@@ -44,12 +44,6 @@ constexpr int kFewestStages = 3, kMostStages = 6;
 constexpr int kCopyingRegisters = 88, kMultiplyingRegisters = 208;  // of 168 that each thread has at first
 constexpr int kCopying = 128;      // threads of a block that copy and convert, behind those that multiply
 
-// How many zeros are before x along each axis; kAny: are there any, there or behind?
-template <bool kAny_, int... kBefore_> struct Around {
-  static constexpr bool kAny = kAny_;
-  static constexpr int kBefore[] = {kBefore_...};
-};
-
 // kAligned: at multiples of how many elements, 1, 2 or 4, rows of g begin. kRow_: how many pixels a line of a
 // slab has at most, a power of two.
 template <class Filter_, class Around_, int kSharedLimit, int kAligned_, int kRow_, bool kSplit_>

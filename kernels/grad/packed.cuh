@@ -40,4 +40,20 @@ template <class T> HOST_DEVICE Scales scales_of(T* packed, int64_t N, int64_t ch
   return {seen, seen + N};
 }
 
+// g in planes as operands, packed where it is needed (conv/stream_operands.cuh). Its magnitude may be any, and
+// values far below the largest count where their filters are large. So a sample's first scale brings the largest
+// magnitude that was seen of it ahead to 2^(kTop - kRoom): so much room is above it, and digits enough below it.
+template <class Operands> struct OfGradient : Operands {
+  static constexpr bool kLooksAhead = Operands::kScaled;
+  static constexpr int kRoom = Operands::kSplit ? 2 : 6;
+  static __device__ __forceinline__ int first_exponent(uint32_t seen) {
+    const int top = conv::top_exponent(seen);
+    return top == 127 ? top : max(top - kRoom, -126);  // so small that no digit may be lost
+  }
+  static __device__ __forceinline__ int last_exponent(uint32_t seen, uint32_t largest) {
+    const int first = first_exponent(seen), fitting = conv::top_exponent(largest), slack = fitting - first;
+    return largest == 0 || (slack >= 0 && slack <= kRoom) ? first : fitting;
+  }
+};
+
 }  // namespace grad

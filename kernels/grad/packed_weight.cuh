@@ -1,6 +1,9 @@
 // The gradient of a convolution's weight, grad/wide_weight.cuh, from operands that are packed: whatever made
 // g, and whatever x is, they are copied to the stages as they lie, and nobody converts them.
 //
+// Of images and of volumes, whose planes are images: a block has the taps of one plane of the filter, or of a few.
+// x is packed with the zeros that are around it.
+//
 // Samples have scales of their own. Sums are under that of the sample at hand, and are multiplied by a power
 // of two where the next one has another.
 //
@@ -8,6 +11,7 @@
 // mostly from the L2 cache. Bound: 300 GFLOP 0.34 ms by wgmma, memory 0.24 ms; and before, 537 MB of x read
 // and 268 MB written, 0.2 ms.
 #pragma once
+#include "conv/stream_views.cuh"
 #include "conv/wide.cuh"
 #include "grad/packed.cuh"
 #include "grad/wide_weight.cuh"
@@ -39,20 +43,26 @@ template <int kTiles> struct OwnScale {
   }
 };
 
-// A source: g (N, kOut, H', W') in units, and their Scales.
-template <class Operands, int kOut_> struct Packed {
+// The scales of g that is packed here, from planes.
+template <class Operands> struct ScalesHere : conv::Scales<Operands> {
+  __device__ __forceinline__ int last_of(int64_t n) const { return this->last(n); }
+};
+
+// A source: g (N, parts, kOut, planes, H', W') and x (N, parts, kIn, input_planes, H, W) in units, and their scales.
+template <class Operands, int kOut_, class Scales> struct Packed {
   struct Strip {};
   struct Tail {};
   static constexpr int kStages = 6, kOut = kOut_;
   template <int kTiles> using SumScale = OwnScale<kTiles>;
   const uint4 *g, *x;
   Scales scales;
-  const uint32_t* largest_x;
+  conv::Scales<Operands> input_scales;
+  int planes, input_planes;
   static constexpr int kAhead = kStages - 2;  // steps: one is in use, and one is ready
 
   // What samples' products are scaled by.
   __device__ __forceinline__ int exponent(int64_t n) const {
-    return Operands::sample_exponent(largest_x[n]) + scales.last_of(n);
+    return input_scales.last(n) + scales.last_of(n);
   }
 };
 
@@ -65,8 +75,9 @@ template <class Filter, class Operands> struct PackedInput : Operands {
 template <class Base> struct PackedStages : Base {
   using Source = typename Base::Source;
   using typename Base::BlockPlace, typename Base::value_t;
-  using Base::kChannelsIn, Base::kChannelsOut, Base::kInputPitch, Base::kKernelW, Base::kScaled,
-      Base::kTapColumns;
+  using Base::kChannelsIn, Base::kChannelsOut, Base::kInputPitch, Base::kKernelW, Base::kOfPlane, Base::kParts,
+      Base::kScaled, Base::kTapColumns;
+  static constexpr int kGroupsOut = ceil_div(kChannelsOut, 8), kGroupsIn = ceil_div(kChannelsIn, 8);
 
 #if __CUDA_ARCH__ >= 800
 
@@ -78,7 +89,7 @@ template <class Base> struct PackedStages : Base {
     if (threadIdx.x == 0) negative = -254;
     __syncthreads();  // set before anyone raises it
     for (int64_t n = threadIdx.x; n < N; n += blockDim.x)
-      if (source.largest_x[n] && source.scales.largest[n]) atomicMax(&negative, -source.exponent(n));
+      if (source.input_scales.largest[n] && source.scales.largest[n]) atomicMax(&negative, -source.exponent(n));
     __syncthreads();  // complete before anyone reads it
     return negative == -254 ? 0 : -negative;
   }
@@ -86,10 +97,10 @@ template <class Base> struct PackedStages : Base {
   // As WideWeight's Walk.
   struct Walk {
     const Source& source;
-    const Strips& strips;
+    const Strips& strips;  // of g's planes
     const BlockPlace& place;
     const int common;
-    const int64_t H, W, end;
+    const int64_t H, W, end;  // of x's planes
     int64_t tile;
     int slack = 0;
     int pixels, row, first, stop;
@@ -103,13 +114,14 @@ template <class Base> struct PackedStages : Base {
       return !goes_on() ? -1 : OwnScale<1>::word(ahead() ? 0 : across(), slack);
     }
     __device__ __forceinline__ void start() {
-      const StripPlace at = Base::start_column(*this);
+      const StripPlace at = Base::start_column(*this);  // n: the plane, of all
+      const int64_t n = at.n / source.planes, plane = at.n - n * source.planes;
       if constexpr (kScaled) {
-        const bool counts = source.largest_x[at.n] && source.scales.largest[at.n];
-        slack = counts ? max(0, min(source.exponent(at.n) - common, kMostSlack)) : slack;
+        const bool counts = source.input_scales.largest[n] && source.scales.largest[n];
+        slack = counts ? max(0, min(source.exponent(n) - common, kMostSlack)) : slack;
       }
-      const int64_t of_g = at.n * ceil_div(kChannelsOut, 8) + place.channel_out / 8;
-      const int64_t of_x = at.n * ceil_div(kChannelsIn, 8) + place.channel_in / 8;
+      const int64_t of_g = (n * kParts * kGroupsOut + place.channel_out / 8) * source.planes + plane;
+      const int64_t of_x = (n * kParts * kGroupsIn + place.channel_in / 8) * source.input_planes + plane + place.kernel_plane;
       g = source.g + (of_g * strips.height + at.row) * strips.width + at.column;
       x = source.x + (of_x * H + first + place.kernel_row) * W + at.column + place.kernel_column;
     }
@@ -120,30 +132,39 @@ template <class Base> struct PackedStages : Base {
   static __device__ __forceinline__ void copy_gradient(uint4* stage, const Walk& walk, int group) {
     if (walk.ahead() || walk.place.channel_out + group * 8 >= kChannelsOut) return;
     const int lane = threadIdx.x % 32;
-    const uint4* const from = walk.g + int64_t(group) * walk.strips.height * walk.strips.width;
+    const int64_t pitch = int64_t(walk.source.planes) * walk.strips.height * walk.strips.width;
 #pragma unroll
-    for (int i = lane; i < kStrip; i += 32)
-      copy_async_or_zero(stage + group * kStrip + i, i < walk.pixels ? from + i : walk.source.g,
-                         i < walk.pixels);
+    for (int part = 0; part < kParts; part++) {
+      const uint4* const from = walk.g + (part * kGroupsOut + group) * pitch;
+      uint4* const to = stage + (part * kWarps + group) * kStrip;
+#pragma unroll
+      for (int i = lane; i < kStrip; i += 32)
+        copy_async_or_zero(to + i, i < walk.pixels ? from + i : walk.source.g, i < walk.pixels);
+    }
   }
   // Likewise of x, to a slot. Past the end of the row its values may be anything.
   static __device__ __forceinline__ void copy_input(uint4* slot, const Walk& walk, int group) {
-    if (walk.place.channel_in + group * 8 >= kChannelsIn) return;
+    if (!walk.place.has(group * 8)) return;
     const int real = min(walk.pixels + kKernelW - 1 - walk.place.kernel_column, kStrip + kTapColumns - 1);
-    const uint4* const from = walk.x + int64_t(group) * walk.H * walk.W;
+    const int of_plane = group * 8 % kOfPlane / 8, plane = group * 8 / kOfPlane;  // behind the block's first
 #pragma unroll
-    for (int i = threadIdx.x % 32; i < kInputPitch; i += 32)
-      if (i < real) copy_async<16>(slot + group * kInputPitch + i, from + i);
+    for (int part = 0; part < kParts; part++) {
+      const int64_t before = int64_t(part * kGroupsIn + of_plane) * walk.source.input_planes + plane;
+      const uint4* const from = walk.x + before * walk.H * walk.W;
+      uint4* const to = slot + (part * kWarps + group) * kInputPitch;
+#pragma unroll
+      for (int i = threadIdx.x % 32; i < kInputPitch; i += 32)
+        if (i < real) copy_async<16>(to + i, from + i);
+    }
   }
 
 #endif
 };
 
-template <class Filter, class Operands, class Target>
-struct PackedWeightSm90
-    : PackedStages<WideWeightSm90<Filter, Operands, Target, Packed<Operands, Filter::kOut>>> {
-  using Base = PackedStages<WideWeightSm90<Filter, Operands, Target, Packed<Operands, Filter::kOut>>>;
-  using typename Base::BlockPlace, typename Base::Source;
+template <class Filter, class Operands, class Target, class Source>
+struct PackedWeightSm90 : PackedStages<WideWeightSm90<Filter, Operands, Target, Source>> {
+  using Base = PackedStages<WideWeightSm90<Filter, Operands, Target, Source>>;
+  using typename Base::BlockPlace;
   using Base::kBlocks, Base::kBlockThreads, Base::kConsumerRegisters, Base::kConsumerTaps, Base::kOperandBytes,
       Base::kProducerRegisters, Base::kSlot, Base::kSlots, Base::kSplit, Base::kStage, Base::kStages,
       Base::kTail, Base::kTailPixels, Base::kThreadSums;
@@ -216,7 +237,7 @@ struct PackedWeightSm90
     if (threadIdx.x < kThreads) {
       give_registers_but<kProducerRegisters>();
       const Strips strips(H - Base::kKernelH + 1, W - Base::kKernelW + 1);
-      const int64_t count = strips.count(N);
+      const int64_t count = strips.count(N * source.planes);
       const BlockPlace place(blockIdx.y);
       Walk walk{source, strips, place, common, H, W, count * (blockIdx.x + 1) / gridDim.x,
                 count * blockIdx.x / gridDim.x};
@@ -242,11 +263,10 @@ struct PackedWeightSm90
 #endif
 };
 
-template <class Filter, class Operands, class Target>
-struct PackedWeightSm80
-    : PackedStages<WideWeightSm80<Filter, Operands, Target, Packed<Operands, Filter::kOut>>> {
-  using Base = PackedStages<WideWeightSm80<Filter, Operands, Target, Packed<Operands, Filter::kOut>>>;
-  using typename Base::BlockPlace, typename Base::Source;
+template <class Filter, class Operands, class Target, class Source>
+struct PackedWeightSm80 : PackedStages<WideWeightSm80<Filter, Operands, Target, Source>> {
+  using Base = PackedStages<WideWeightSm80<Filter, Operands, Target, Source>>;
+  using typename Base::BlockPlace;
   using Base::kBlocks, Base::kBlockTaps, Base::kChannelsIn, Base::kInputPitch, Base::kOutTiles, Base::kSlot,
       Base::kSlots, Base::kStage, Base::kStages, Base::kTapRows, Base::kThreadSums;
 
@@ -260,7 +280,7 @@ struct PackedWeightSm80
     uint4* const gradients = shared + kSlots * kSlot;
     const int common = Base::common_exponent(source, N);
     const Strips strips(H - Base::kKernelH + 1, W - Base::kKernelW + 1);
-    const int64_t count = strips.count(N);
+    const int64_t count = strips.count(N * source.planes);
     const BlockPlace place(blockIdx.y);
     Walk walk{source, strips, place, common, H, W, count * (blockIdx.x + 1) / gridDim.x,
               count * blockIdx.x / gridDim.x};
@@ -292,7 +312,7 @@ struct PackedWeightSm80
 #pragma unroll
       for (int r = 0; r < kTapRows; r++) rows[r] = input_address + 16 * kSlot * Base::slot_of(step, r);
       const int pixels = scale.pixels(word, &sums[0][0]);
-      if (place.channel_in + warp * 8 < kChannelsIn)
+      if (place.has(warp * 8))
         Base::multiply(sums, gradient_address + 16 * kStage * (step % kStages), rows, pixels);
       word = next;
     }
@@ -324,38 +344,89 @@ merge_packed_kernel(typename Loop::value_t* dweight, const float* partial, typen
 #endif
 }
 
-// dweight, of g (packed_size) in units and of x.
-template <class Build>
-void packed_weight(Out<typename Build::value_t> dweight, In<typename Build::value_t> g,
-                   In<typename Build::value_t> x, cudaStream_t stream) {
-  using value_t = typename Build::value_t;
+// Along an axis: x with what is around it, and g.
+template <class Filter, class Around> struct PackedSizes {
+  int64_t of_x[3] = {1, 1, 1}, of_g[3] = {1, 1, 1};  // planes, rows, columns
+  conv::Lattice at{};
+  template <class T> explicit PackedSizes(const In<T>& x) {
+    constexpr int kDims = Filter::kDims;
+    for (int i = 0; i < kDims; i++) {
+      const int axis = 3 - kDims + i;
+      of_x[axis] = x.size(2 + i) + 2 * Around::kBefore[i], of_g[axis] = of_x[axis] - Filter::kExtent[i] + 1;
+      at.before[axis] = Around::kBefore[i], at.extents[axis] = int(x.size(2 + i));
+    }
+    if (kDims == 2) at.extents[0] = 1;
+    conv::expect(of_g[0] > 0 && of_g[1] > 0 && of_g[2] > 0, "an image as large as the filter at least");
+    conv::expect(of_x[0] * of_x[1] * of_x[2] * ((Filter::kIn + 7) / 8) < conv::kMostCounted, "a sample that is counted in int");
+    at.row = int(of_x[2]), at.plane = int(of_x[1] * of_x[2]), at.sample = int(of_x[0] * of_x[1] * of_x[2]);
+  }
+  int64_t positions() const { return of_g[0] * of_g[1] * of_g[2]; }
+  // Of g in planes, packed as it lies.
+  conv::Lattice as_it_lies() const {
+    return {int(of_g[2]), int(of_g[1] * of_g[2]), int(positions()), 0, {}, {int(of_g[0]), int(of_g[1]), int(of_g[2])}};
+  }
+};
+
+// dweight, of packed g (N, kOut / 8, positions), whose scales are there, and of x.
+template <class Build, class Around, class Scales>
+void packed_weight(const Out<typename Build::value_t>& dweight, const uint4* g, const Scales& scales,
+                   const In<typename Build::value_t>& x, const PackedSizes<typename Build::Filter, Around>& sizes, cudaStream_t stream) {
   using Filter = typename Build::Filter;
   using Operands = typename Build::Operands;
   using Target = typename Build::Target;
   using Input = PackedInput<Filter, Operands>;
-  using Sm90 = PackedWeightSm90<Filter, Operands, Target>;
+  using Source = Packed<Operands, Filter::kOut, Scales>;
+  using Sm90 = PackedWeightSm90<Filter, Operands, Target, Source>;
   constexpr bool kBySm90 = Target::kCapability == 90 && Sm90::fits(Target::kSharedLimit);
-  using Loop = std::conditional_t<kBySm90, Sm90, PackedWeightSm80<Filter, Operands, Target>>;
-  Build::check(x, dweight);
-  const int64_t N = x.size(0), H = x.size(2), W = x.size(3);
-  const int64_t height = H - Filter::kHeight + 1, width = W - Filter::kWidth + 1;
+  using Loop = std::conditional_t<kBySm90, Sm90, PackedWeightSm80<Filter, Operands, Target, Source>>;
   static_assert(Filter::kOut % 8 == 0, "whole units");
-  expect(g.numel() == packed_size<value_t>(N, Filter::kOut, height * width), "g in units");
+  conv::expect(x.dims == Filter::kDims + 2 && x.size(1) == Filter::kIn && dweight.numel() == Filter::kOut * Filter::kIn * Filter::kTaps,
+               "the channels and the filter that are compiled for");
+  const int64_t N = x.size(0), H = sizes.of_x[1], W = sizes.of_x[2];
   const Scratch<uint32_t> largest_x(N, stream);
-  const Scratch<uint4> packed_x(N * Input::kChannelGroups * H * W, stream);
+  const Scratch<uint4> packed_x(N * Input::kChannelGroups * Operands::kParts * sizes.at.sample, stream);
+  const conv::Scales<Operands> input_scales{largest_x, N};
   cudaMemsetAsync(largest_x, 0, N * sizeof(uint32_t), stream);
-  pack_input<Input>(packed_x, largest_x, x, N, H * W, stream);
-  value_t* const units = const_cast<value_t*>(g.data);
-  const typename Loop::Source source{reinterpret_cast<const uint4*>(units), packed_x,
-                                     scales_of(units, N, Filter::kOut, height * width), largest_x};
+  if constexpr (Around::kAny || Operands::kSplit) {
+    conv::pack_views<conv::Views<Filter, Operands>>(packed_x, input_scales, x, sizes.at, stream);
+  } else {
+    pack_input<Input>(packed_x, largest_x, x, N, sizes.at.sample, stream);
+  }
+  const Source source{g, packed_x, scales, input_scales, int(sizes.of_g[0]), int(sizes.of_x[0])};
   // A block fills a multiprocessor.
   const int64_t most = device_attribute(cudaDevAttrMultiProcessorCount) / Loop::kBlocks;
-  const int64_t splits = std::max<int64_t>(1, std::min(most, Strips(height, width).count(N)));
+  const int64_t strips = Strips(sizes.of_g[1], sizes.of_g[2]).count(N * sizes.of_g[0]);
+  const int64_t splits = std::max<int64_t>(1, std::min(most, strips));
   const Scratch<float> partial(splits * Loop::kBlocks * Loop::kThreadSums * kThreads, stream);
   allow_shared<packed_weight_kernel<Loop>>();
   const dim3 grid(splits, Loop::kBlocks), merged(Loop::kThreadSums, Loop::kBlocks);
   packed_weight_kernel<Loop><<<grid, Loop::kBlockThreads, Loop::kSharedBytes, stream>>>(partial, source, N, H, W);
   merge_packed_kernel<Loop><<<merged, kThreads, 0, stream>>>(dweight, partial, source, splits, N);
+}
+
+// The same of g (packed_size) in units; or, kOfPlanes, in planes.
+template <class Build, class Around, bool kOfPlanes>
+void packed_weight(const Out<typename Build::value_t>& dweight, const In<typename Build::value_t>& g,
+                   const In<typename Build::value_t>& x, cudaStream_t stream) {
+  using value_t = typename Build::value_t;
+  constexpr int kOut = Build::Filter::kOut;
+  const PackedSizes<typename Build::Filter, Around> sizes(x);
+  const int64_t N = x.size(0), positions = sizes.positions();
+  if constexpr (kOfPlanes) {
+    using Operands = OfGradient<typename Build::Operands>;
+    conv::expect(g.numel() == N * kOut * positions && positions * (kOut / 8) < conv::kMostCounted, "g of the result's sizes");
+    const Scratch<uint32_t> magnitudes(2 * N, stream);
+    const Scratch<uint4> units(N * (kOut / 8) * Operands::kParts * positions, stream);
+    cudaMemsetAsync(magnitudes, 0, 2 * N * sizeof(uint32_t), stream);
+    const ScalesHere<Operands> scales{{magnitudes, N}};
+    conv::pack_views<conv::Views<conv::Filter<kOut, 1, 1, 1>, Operands>>(units, scales, g, sizes.as_it_lies(), stream);
+    packed_weight<Build>(dweight, units, scales, x, sizes, stream);
+  } else {
+    static_assert(!Build::Operands::kSplit, "units are of one part");
+    conv::expect(g.numel() == packed_size<value_t>(N, kOut, positions), "g in units");
+    value_t* const given = const_cast<value_t*>(g.data);
+    packed_weight<Build>(dweight, reinterpret_cast<const uint4*>(given), scales_of(given, N, kOut, positions), x, sizes, stream);
+  }
 }
 
 }  // namespace grad

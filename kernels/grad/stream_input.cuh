@@ -5,24 +5,10 @@
 // Bound: views multiply 64 rows of channels for 8, 27 products of 64 cycles for 128 positions: 0.5 ms.
 #pragma once
 #include "conv/stream.cuh"
+#include "grad/packed.cuh"
 #include "store/positions.cuh"
 
 namespace grad {
-
-// dz as operands. Its magnitude may be any, and values far below the largest count where their filters are large. So a sample's first scale brings the
-// largest magnitude that was seen of it ahead to 2^(kTop - kRoom): so much room is above it, and digits enough below it, as in grad/packed.cuh.
-template <class Operands> struct OfGradient : Operands {
-  static constexpr bool kLooksAhead = Operands::kScaled;
-  static constexpr int kRoom = Operands::kSplit ? 2 : 6;
-  static __device__ __forceinline__ int first_exponent(uint32_t seen) {
-    const int top = conv::top_exponent(seen);
-    return top == 127 ? top : max(top - kRoom, -126);  // so small that no digit may be lost
-  }
-  static __device__ __forceinline__ int last_exponent(uint32_t seen, uint32_t largest) {
-    const int first = first_exponent(seen), fitting = conv::top_exponent(largest), slack = fitting - first;
-    return largest == 0 || (slack >= 0 && slack <= kRoom) ? first : fitting;
-  }
-};
 
 // weight (rows, columns, taps) to turned (columns, rows, taps), in which the last tap is the first.
 template <class T> __global__ void turn_filters_kernel(T* turned, const T* weight, int rows, int columns, int taps) {

@@ -39,17 +39,18 @@ __device__ __forceinline__ void merge_splits(typename Loop::value_t* dweight, co
                                              int64_t splits, const Common& common) {
   const typename Loop::BlockPlace place(blockIdx.y);
   const SumPlace of_block = Loop::sum_place(blockIdx.x, threadIdx.x);
-  const int out = place.channel_out + of_block.out, in = place.channel_in + of_block.in;
+  const int out = place.channel_out + of_block.out, in = place.input(of_block.in);
   const int row = place.kernel_row + of_block.tap / Loop::kTapColumns;
   const int column = place.kernel_column + of_block.tap % Loop::kTapColumns;
   const int exponent = -common();
   if (of_block.tap >= Loop::kBlockTaps || row >= Loop::kKernelH || column >= Loop::kKernelW) return;
-  if (out >= Loop::kChannelsOut || in >= Loop::kChannelsIn) return;
+  if (out >= Loop::kChannelsOut || !place.has(of_block.in)) return;
   double sum = 0;
   for (int64_t split = 0; split < splits; split++)
     sum += partial[((split * Loop::kBlocks + blockIdx.y) * Loop::kThreadSums + blockIdx.x) * kThreads +
                    threadIdx.x];
-  dweight[((int64_t(out) * Loop::kChannelsIn + in) * Loop::kKernelH + row) * Loop::kKernelW + column] =
+  const int64_t plane = (int64_t(out) * Loop::kChannelsIn + in) * Loop::kKernelD + place.plane_of(of_block.in);
+  dweight[(plane * Loop::kKernelH + row) * Loop::kKernelW + column] =
       typename Loop::value_t(PowerOfTwo(exponent)(float(sum)));
 }
 

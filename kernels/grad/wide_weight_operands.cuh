@@ -57,12 +57,19 @@ struct WideWeight : Operands {
   using Operands::kParts, Operands::kScaled, Operands::kSplit;
   static constexpr bool kWgmma = kWgmma_;
   static constexpr int kChannelsIn = Filter::kIn, kChannelsOut = Filter::kOut;
-  static constexpr int kKernelH = Filter::kHeight, kKernelW = Filter::kWidth;
+  static constexpr int kKernelD = Filter::kDepth, kKernelH = Filter::kHeight, kKernelW = Filter::kWidth;
 
   static constexpr int kBlock = kWarps * 8;  // channels of either kind in a block
   static constexpr int kBlocksOut = ceil_div(kChannelsOut, kBlock), kBlocksIn = ceil_div(kChannelsIn, kBlock);
 
-  // A block's taps: kTapRows rows of the filter, kTapColumns pixels of each.
+  // Of a volume's few channels in a block has those that kBeside planes of the filter meet, side by side, kOfPlane
+  // of each.
+  static constexpr int kWhole = ceil_div(kChannelsIn, 8) * 8;
+  static constexpr int kFitting = kWhole <= kBlock ? kBlock / kWhole : 1;
+  static constexpr int kBeside = kFitting < kKernelD ? kFitting : kKernelD, kOfPlane = kBeside > 1 ? kWhole : kBlock;
+  static constexpr int kPlaneGroups = ceil_div(kKernelD, kBeside);
+
+  // A block's taps, of a plane of the filter: kTapRows rows, kTapColumns pixels of each.
   static constexpr int kMostTaps = kSplit ? 3 : 9;  // for so many sums there are registers
   static constexpr int kColumnGroups = ceil_div(kKernelW, kMostTaps);
   static constexpr int kTapColumns = ceil_div(kKernelW, kColumnGroups);
@@ -70,7 +77,7 @@ struct WideWeight : Operands {
   static constexpr int kRowGroups = ceil_div(kKernelH, kMostRows);
   static constexpr int kTapRows = ceil_div(kKernelH, kRowGroups);
   static constexpr int kBlockTaps = kTapRows * kTapColumns;
-  static constexpr int kBlocks = kBlocksOut * kBlocksIn * kRowGroups * kColumnGroups;
+  static constexpr int kBlocks = kPlaneGroups * kBlocksOut * kBlocksIn * kRowGroups * kColumnGroups;
 
   // Pixels of a row that are copied at a time: all strips begin at a multiple of so many. (A block's first
   // column may be any where there are several groups of columns.)
@@ -94,12 +101,19 @@ struct WideWeight : Operands {
 
   // What is one of kBlocks.
   struct BlockPlace {
-    int channel_out, channel_in, kernel_row, kernel_column;
+    int kernel_plane, channel_out, channel_in, kernel_row, kernel_column;
     __device__ __forceinline__ explicit BlockPlace(int block)
-        : channel_out(block % kBlocksOut * kBlock),
-          channel_in(block / kBlocksOut % kBlocksIn * kBlock),
-          kernel_row(block / kBlocksOut / kBlocksIn % kRowGroups * kTapRows),
-          kernel_column(block / kBlocksOut / kBlocksIn / kRowGroups * kTapColumns) {}
+        : kernel_plane(block % kPlaneGroups * kBeside),
+          channel_out(block / kPlaneGroups % kBlocksOut * kBlock),
+          channel_in(block / kPlaneGroups / kBlocksOut % kBlocksIn * kBlock),
+          kernel_row(block / kPlaneGroups / kBlocksOut / kBlocksIn % kRowGroups * kTapRows),
+          kernel_column(block / kPlaneGroups / kBlocksOut / kBlocksIn / kRowGroups * kTapColumns) {}
+    // The plane of the filter that the block's channel in meets; which one it is; are there such?
+    __device__ __forceinline__ int plane_of(int in) const { return kernel_plane + in / kOfPlane; }
+    __device__ __forceinline__ int input(int in) const { return channel_in + in % kOfPlane; }
+    __device__ __forceinline__ bool has(int in) const {
+      return input(in) < kChannelsIn && (kKernelD == 1 || (in < kBeside * kOfPlane && plane_of(in) < kKernelD));
+    }
   };
 
   static __device__ __forceinline__ int common_exponent(
