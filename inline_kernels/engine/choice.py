@@ -94,6 +94,7 @@ SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
 VIEWS_START, VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL = 10, 0.1, (0.1, 0.085), 0.053
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
+LIBRARY_TURNS = 32  # channels, from which on x in planes is turned for it (layouts.py)
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
 # Of volumes in TF32, for each channel in, and at most (benchmarks/results/fuse/2026-11-24-h200-forward.json: 31e6 and 43e6 with 8, 130e6 with 32);
 # of channels out it computes 32 at once (trials/views.json: 41e6 from 16 to 16).
@@ -101,7 +102,8 @@ LIBRARY_VOLUMES, LIBRARY_VOLUMES_MOST = 4e6, 200e6
 # Where TF32 isn't run: of any filter, and of 3 x 3 from 64 channels on in images of so many rows and columns, at most (28e6 to 78e6; of smaller
 # images 22e6 and 29e6: trials/float32.json).
 LIBRARY_FLOAT32, LIBRARY_WINOGRAD, WINOGRAD_ROWS = 41e6, 80e6, 28
-# kernels/conv/wide.cuh's, that only writes v (benchmarks/results/trials/stored.json).
+# kernels/conv/wide.cuh's, that only writes v (benchmarks/results/trials/stored.json), of 64 channels in, all of whose weights registers hold; of
+# more, for each 64 (trials/rows.json: 275e6 with 128, 190e6 with 256).
 WIDE_OPERATIONS = 650e6
 VIEWS, VIEWS_POSITIONS = 0, 128  # as `folded`; of a tile
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
@@ -229,14 +231,19 @@ def stream_loses(
         rate = LIBRARY_WINOGRAD if by_winograd else LIBRARY_FLOAT32
     elif len(filters) == 5 and itemsize == 4:
         rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST) * min(filters[0] / 32, 1)
+    operations = 2 * v * math.prod(filters[1:]) / device.scale.compute
+    theirs = LIBRARY_STARTS[itemsize] + max(operations / rate, moved)
+    if how.packs and not how.split and min(filters[:2]) >= LIBRARY_TURNS:
+        theirs += PACKING_START + 2 * x * itemsize / bytes_a_time
     if how.beside_wide:
-        rate = max(rate, WIDE_OPERATIONS / (3 if how.split else 1))
+        rate = WIDE_OPERATIONS / -(-filters[1] // 64) / (3 if how.split else 1)
+        theirs = min(theirs, LIBRARY_STARTS[itemsize] + max(operations / rate, moved))
         ours += v / how.window * itemsize / bytes_a_time  # a tile's time is of what is small
-    products = 2 * v * math.prod(filters[1:]) / (rate * device.scale.compute)
-    theirs = LIBRARY_STARTS[itemsize] + max(products, moved)
     if how.alone:
         return None if ours < theirs else "the library's convolution is faster at such sizes"
-    theirs += (how.passes * v + v / how.window) * itemsize / bytes_a_time
+    theirs += (
+        how.packs * how.passes * PACKING_START + (how.passes * v + v / how.window) * itemsize / bytes_a_time
+    )
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
     )

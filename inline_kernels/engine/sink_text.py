@@ -135,7 +135,8 @@ class Pass:
         self.sinks.append(Sink("channels", array, self._tail(of), kind, name))
 
     def _tail(self, node: Node) -> str:
-        if node.is_leaf("z"):
+        itself = node.args[0] if node.op == "spread" and node.args[0].space == node.space else node
+        if itself.is_leaf("z"):
             return "conv::Identity"
         name, writer = f"Tail{self.number}_{node.id}", self._writer(node, {})
         if name not in self.given:

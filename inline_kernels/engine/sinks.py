@@ -374,7 +374,8 @@ def _is_better_behind(case: Case, mainloop, own: Pass) -> bool:
     """A block computes so many channels, though there be fewer."""
     C, block = case.weight.shape[0], mainloop.sinks.channels
     most = MOST_BESIDE * mainloop.sinks.beside
-    return own.instructions * -(-C // block) * block / C > most and not choice.is_silent()
+    taken = (own.instructions + mainloop.sinks.sums) * -(-C // block) * block / C
+    return taken > most and not choice.is_silent()
 
 
 def _recomputes(case: Case, mainloop, passes: Sequence[Pass], stores: bool) -> bool:

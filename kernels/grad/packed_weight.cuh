@@ -72,12 +72,34 @@ template <class Filter, class Operands> struct PackedInput : Operands {
 };
 
 // Either mainloop's walk and copies.
-template <class Base> struct PackedStages : Base {
+template <class Filter, class Base> struct PackedStages : Base {
   using Source = typename Base::Source;
-  using typename Base::BlockPlace, typename Base::value_t;
-  using Base::kChannelsIn, Base::kChannelsOut, Base::kInputPitch, Base::kKernelW, Base::kOfPlane, Base::kParts,
+  using typename Base::value_t;
+  using Base::kBlock, Base::kChannelsIn, Base::kChannelsOut, Base::kInputPitch, Base::kKernelW, Base::kParts,
       Base::kScaled, Base::kTapColumns;
   static constexpr int kGroupsOut = ceil_div(kChannelsOut, 8), kGroupsIn = ceil_div(kChannelsIn, 8);
+
+  // Of a volume's few channels in a block has those that kBeside planes of the filter meet, side by side, kOfPlane
+  // of each.
+  static constexpr int kKernelD = Filter::kDepth, kFitting = std::max(1, kBlock / (kGroupsIn * 8));
+  static constexpr int kBeside = std::min(kFitting, kKernelD), kOfPlane = kBeside > 1 ? kGroupsIn * 8 : kBlock;
+  static constexpr int kPlaneGroups = ceil_div(kKernelD, kBeside), kBlocks = Base::kBlocks * kPlaneGroups;
+
+  struct BlockPlace : Base::BlockPlace {
+    int kernel_plane;  // the first
+    __device__ __forceinline__ explicit BlockPlace(int block)
+        : Base::BlockPlace(block / kPlaneGroups), kernel_plane(block % kPlaneGroups * kBeside) {}
+    // Is there a channel in of the filter that is that one of the block's?
+    __device__ __forceinline__ bool has(int in) const {
+      return this->channel_in + in % kOfPlane < kChannelsIn && in < kBeside * kOfPlane &&
+             kernel_plane + in / kOfPlane < kKernelD;
+    }
+  };
+  static __device__ __forceinline__ int64_t plane_of(const BlockPlace& place, const SumPlace& sum) {
+    const int out = place.channel_out + sum.out, in = place.channel_in + sum.in % kOfPlane;
+    if (out >= kChannelsOut || !place.has(sum.in)) return -1;
+    return (int64_t(out) * kChannelsIn + in) * kKernelD + place.kernel_plane + sum.in / kOfPlane;
+  }
 
 #if __CUDA_ARCH__ >= 800
 
@@ -162,8 +184,8 @@ template <class Base> struct PackedStages : Base {
 };
 
 template <class Filter, class Operands, class Target, class Source>
-struct PackedWeightSm90 : PackedStages<WideWeightSm90<Filter, Operands, Target, Source>> {
-  using Base = PackedStages<WideWeightSm90<Filter, Operands, Target, Source>>;
+struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, Target, Source>> {
+  using Base = PackedStages<Filter, WideWeightSm90<Filter, Operands, Target, Source>>;
   using typename Base::BlockPlace;
   using Base::kBlocks, Base::kBlockThreads, Base::kConsumerRegisters, Base::kConsumerTaps, Base::kOperandBytes,
       Base::kProducerRegisters, Base::kSlot, Base::kSlots, Base::kSplit, Base::kStage, Base::kStages,
@@ -264,8 +286,8 @@ struct PackedWeightSm90 : PackedStages<WideWeightSm90<Filter, Operands, Target, 
 };
 
 template <class Filter, class Operands, class Target, class Source>
-struct PackedWeightSm80 : PackedStages<WideWeightSm80<Filter, Operands, Target, Source>> {
-  using Base = PackedStages<WideWeightSm80<Filter, Operands, Target, Source>>;
+struct PackedWeightSm80 : PackedStages<Filter, WideWeightSm80<Filter, Operands, Target, Source>> {
+  using Base = PackedStages<Filter, WideWeightSm80<Filter, Operands, Target, Source>>;
   using typename Base::BlockPlace;
   using Base::kBlocks, Base::kBlockTaps, Base::kChannelsIn, Base::kInputPitch, Base::kOutTiles, Base::kSlot,
       Base::kSlots, Base::kStage, Base::kStages, Base::kTapRows, Base::kThreadSums;

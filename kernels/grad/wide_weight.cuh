@@ -26,8 +26,7 @@ namespace grad {
 template <class Loop>
 __global__ void __launch_bounds__(Loop::kBlockThreads, 1)
 weight_gradient_kernel(float* partial, typename Loop::Source source, const typename Loop::value_t* x,
-                       const uint32_t* largest_x, const uint32_t* largest_g, int64_t N, int64_t H,
-                       int64_t W) {
+                       const uint32_t* largest_x, const uint32_t* largest_g, int64_t N, int64_t H, int64_t W) {
 #if __CUDA_ARCH__ >= 800
   Loop::run(partial, source, x, largest_x, largest_g, N, H, W);
 #endif
@@ -35,21 +34,18 @@ weight_gradient_kernel(float* partial, typename Loop::Source source, const typen
 
 // dweight, from the partial sums of all splits, under the scale 2^common(). Grid: sums of a thread, kBlocks.
 template <class Loop, class Common>
-__device__ __forceinline__ void merge_splits(typename Loop::value_t* dweight, const float* partial,
-                                             int64_t splits, const Common& common) {
+__device__ __forceinline__ void merge_splits(typename Loop::value_t* dweight, const float* partial, int64_t splits, const Common& common) {
   const typename Loop::BlockPlace place(blockIdx.y);
   const SumPlace of_block = Loop::sum_place(blockIdx.x, threadIdx.x);
-  const int out = place.channel_out + of_block.out, in = place.input(of_block.in);
   const int row = place.kernel_row + of_block.tap / Loop::kTapColumns;
   const int column = place.kernel_column + of_block.tap % Loop::kTapColumns;
   const int exponent = -common();
   if (of_block.tap >= Loop::kBlockTaps || row >= Loop::kKernelH || column >= Loop::kKernelW) return;
-  if (out >= Loop::kChannelsOut || !place.has(of_block.in)) return;
+  const int64_t plane = Loop::plane_of(place, of_block);
+  if (plane < 0) return;
   double sum = 0;
   for (int64_t split = 0; split < splits; split++)
-    sum += partial[((split * Loop::kBlocks + blockIdx.y) * Loop::kThreadSums + blockIdx.x) * kThreads +
-                   threadIdx.x];
-  const int64_t plane = (int64_t(out) * Loop::kChannelsIn + in) * Loop::kKernelD + place.plane_of(of_block.in);
+    sum += partial[((split * Loop::kBlocks + blockIdx.y) * Loop::kThreadSums + blockIdx.x) * kThreads + threadIdx.x];
   dweight[(plane * Loop::kKernelH + row) * Loop::kKernelW + column] =
       typename Loop::value_t(PowerOfTwo(exponent)(float(sum)));
 }
@@ -58,8 +54,7 @@ template <class Loop>
 __global__ void __launch_bounds__(kThreads)
 merge_splits_kernel(typename Loop::value_t* dweight, const float* partial, const uint32_t* largest_x,
                     const uint32_t* largest_g, int64_t splits, int64_t N) {
-  merge_splits<Loop>(dweight, partial, splits,
-                     [&] { return Loop::common_exponent(largest_x, largest_g, N); });
+  merge_splits<Loop>(dweight, partial, splits, [&] { return Loop::common_exponent(largest_x, largest_g, N); });
 }
 
 template <class Build, class Source> struct WeightMainloop {

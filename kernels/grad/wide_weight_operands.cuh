@@ -11,8 +11,7 @@ struct SumPlace { int tap, out, in; };
 
 // The least exponent of a sample's products, where g and x are each scaled as far up as operands go; to all
 // threads of the block. Samples of zeros don't count.
-__device__ __forceinline__ int common_exponent(
-    const uint32_t* largest_x, const uint32_t* largest_g, int64_t N) {
+__device__ __forceinline__ int common_exponent(const uint32_t* largest_x, const uint32_t* largest_g, int64_t N) {
   __shared__ int negative;
   if (threadIdx.x == 0) negative = -254;
   __syncthreads();  // set before anyone raises it
@@ -57,19 +56,12 @@ struct WideWeight : Operands {
   using Operands::kParts, Operands::kScaled, Operands::kSplit;
   static constexpr bool kWgmma = kWgmma_;
   static constexpr int kChannelsIn = Filter::kIn, kChannelsOut = Filter::kOut;
-  static constexpr int kKernelD = Filter::kDepth, kKernelH = Filter::kHeight, kKernelW = Filter::kWidth;
+  static constexpr int kKernelH = Filter::kHeight, kKernelW = Filter::kWidth;
 
   static constexpr int kBlock = kWarps * 8;  // channels of either kind in a block
   static constexpr int kBlocksOut = ceil_div(kChannelsOut, kBlock), kBlocksIn = ceil_div(kChannelsIn, kBlock);
 
-  // Of a volume's few channels in a block has those that kBeside planes of the filter meet, side by side, kOfPlane
-  // of each.
-  static constexpr int kWhole = ceil_div(kChannelsIn, 8) * 8;
-  static constexpr int kFitting = kWhole <= kBlock ? kBlock / kWhole : 1;
-  static constexpr int kBeside = kFitting < kKernelD ? kFitting : kKernelD, kOfPlane = kBeside > 1 ? kWhole : kBlock;
-  static constexpr int kPlaneGroups = ceil_div(kKernelD, kBeside);
-
-  // A block's taps, of a plane of the filter: kTapRows rows, kTapColumns pixels of each.
+  // A block's taps: kTapRows rows of the filter, kTapColumns pixels of each.
   static constexpr int kMostTaps = kSplit ? 3 : 9;  // for so many sums there are registers
   static constexpr int kColumnGroups = ceil_div(kKernelW, kMostTaps);
   static constexpr int kTapColumns = ceil_div(kKernelW, kColumnGroups);
@@ -77,7 +69,7 @@ struct WideWeight : Operands {
   static constexpr int kRowGroups = ceil_div(kKernelH, kMostRows);
   static constexpr int kTapRows = ceil_div(kKernelH, kRowGroups);
   static constexpr int kBlockTaps = kTapRows * kTapColumns;
-  static constexpr int kBlocks = kPlaneGroups * kBlocksOut * kBlocksIn * kRowGroups * kColumnGroups;
+  static constexpr int kBlocks = kBlocksOut * kBlocksIn * kRowGroups * kColumnGroups;
 
   // Pixels of a row that are copied at a time: all strips begin at a multiple of so many. (A block's first
   // column may be any where there are several groups of columns.)
@@ -101,23 +93,21 @@ struct WideWeight : Operands {
 
   // What is one of kBlocks.
   struct BlockPlace {
-    int kernel_plane, channel_out, channel_in, kernel_row, kernel_column;
+    int channel_out, channel_in, kernel_row, kernel_column;
     __device__ __forceinline__ explicit BlockPlace(int block)
-        : kernel_plane(block % kPlaneGroups * kBeside),
-          channel_out(block / kPlaneGroups % kBlocksOut * kBlock),
-          channel_in(block / kPlaneGroups / kBlocksOut % kBlocksIn * kBlock),
-          kernel_row(block / kPlaneGroups / kBlocksOut / kBlocksIn % kRowGroups * kTapRows),
-          kernel_column(block / kPlaneGroups / kBlocksOut / kBlocksIn / kRowGroups * kTapColumns) {}
-    // The plane of the filter that the block's channel in meets; which one it is; are there such?
-    __device__ __forceinline__ int plane_of(int in) const { return kernel_plane + in / kOfPlane; }
-    __device__ __forceinline__ int input(int in) const { return channel_in + in % kOfPlane; }
-    __device__ __forceinline__ bool has(int in) const {
-      return input(in) < kChannelsIn && (kKernelD == 1 || (in < kBeside * kOfPlane && plane_of(in) < kKernelD));
-    }
+        : channel_out(block % kBlocksOut * kBlock),
+          channel_in(block / kBlocksOut % kBlocksIn * kBlock),
+          kernel_row(block / kBlocksOut / kBlocksIn % kRowGroups * kTapRows),
+          kernel_column(block / kBlocksOut / kBlocksIn / kRowGroups * kTapColumns) {}
   };
 
-  static __device__ __forceinline__ int common_exponent(
-      const uint32_t* largest_x, const uint32_t* largest_g, int64_t N) {
+  // Of all filters' planes that of a sum, or -1 where there is none.
+  static __device__ __forceinline__ int64_t plane_of(const BlockPlace& place, const SumPlace& sum) {
+    const int out = place.channel_out + sum.out, in = place.channel_in + sum.in;
+    return out < kChannelsOut && in < kChannelsIn ? int64_t(out) * kChannelsIn + in : -1;
+  }
+
+  static __device__ __forceinline__ int common_exponent(const uint32_t* largest_x, const uint32_t* largest_g, int64_t N) {
     return kScaled ? grad::common_exponent(largest_x, largest_g, N) : 0;
   }
 
