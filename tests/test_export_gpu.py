@@ -19,7 +19,7 @@ from torch import nn
 import inline_loader
 import models
 import test_emulated
-from inline_kernels.engine import choice, direct
+from inline_kernels.engine import choice, direct, precision
 from inline_kernels.export import export
 from inline_kernels.loader import source as loader_source
 from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
@@ -199,6 +199,23 @@ def test_convolutions_of_our_own_in_the_emulation(Model, behind, by_our_own, mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(RuntimeError, match=r"the GPU is capability 9.0, its kernels are for capability 8.0"):
         copy.deepcopy(ours).train()(x)
+
+
+@pytest.mark.parametrize("tf32", [True, False], ids=["tf32", "float32"])
+def test_no_convolution_is_more_exact_than_eagers(tf32, gpu, monkeypatch):  # noqa: F811
+    """Where that runs TF32: who compares y with eager's would take eager's error for ours."""
+    gpu(architecture=900, multiprocessors=132)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: tf32)
+    monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
+    monkeypatch.setattr(choice, "stream_loses", lambda *_: None)
+    x = torch.empty(2, 12, 14, 22, device="meta")
+    found = export.generated(Activated(12, 24, 0.5), x, "cuda", by_our_own=True)
+    assert ("narrow2d" in found.source) != tf32 and ("TF32" in found.chosen_for) == tf32
+    assert {"forward", "forward_saving"} <= {
+        each.name for each in loader_source.parse_launchers(found.source)
+    }
+    if tf32:
+        assert "conv::pointwise<Build>" in found.source and found.defines["SPLIT"] == 0
 
 
 def test_nothing_is_dropped_in_evaluation_by_our_own(by_our_own):

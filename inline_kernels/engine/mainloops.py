@@ -3,8 +3,10 @@ generated kernels, and `SOURCES`, around which composed sources are made. Nobody
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,6 +104,11 @@ class Job(NamedTuple):
         return [(sink.kind, sink.tail) for own in self.sinks for sink in own] == [("store", "conv::Identity")]
 
     @property
+    def runs_tf32(self) -> bool:
+        """Does eager?"""
+        return bool(self.settings and precision.runs_tf32(self.x, self.weight, settings=self.settings))
+
+    @property
     def is_stored(self) -> bool:
         return any(sink.kind == "store" for own in self.sinks for sink in own)
 
@@ -136,10 +143,24 @@ class Sinks(NamedTuple):
     sums: int = 0  # instructions for which sums themselves count there
 
 
+_limit = threading.local()
+
+
+@contextlib.contextmanager
+def no_more_exact_than_eager() -> Iterator[None]:
+    """Where eager runs TF32 an exact result is as far from eager's as that is from the exact one: too far for who takes eager's as the measure."""
+    before, _limit.is_eager = getattr(_limit, "is_eager", False), True
+    try:
+        yield
+    finally:
+        _limit.is_eager = before
+
+
 class Mainloop(NamedTuple):
     """A kernel that convolves, for fronts that it `takes`. obstacle: why it can't run, or is not faster than the schedule `load`, for an x in planes, or
     where it `walks` in any layout; or None. defines: a build's. most: results that it can store. has_places: do its tails know which element of y they compute? walks: does it take a stride,
-    padding and dilation (`Walk`)? lies_last: x and results lie channels last, in any type."""
+    padding and dilation (`Walk`)? lies_last: x and results lie channels last, in any type.
+    is_exact: in float32, whatever eager runs."""
 
     name: str
     takes: str
@@ -154,11 +175,14 @@ class Mainloop(NamedTuple):
     walks: bool = False
     sinks: Sinks | None = None
     lies_last: bool = False
+    is_exact: bool = False
 
     def refuses(self, job: Job) -> str | None:
         """Why it can't run, or is not faster than the schedule `load`; or None. Channels last the library's tensor cores take operands as they lie,
         and ours would turn x, and y again."""
         x, own = job.x, self.walks and self.takes_last(job.x)
+        if self.is_exact and getattr(_limit, "is_eager", False) and job.runs_tf32:
+            return "it is more exact than eager"
         if not own and library.is_channels_last(x) and not choice.is_silent():
             if x.element_size() == 2 or library.may_run_tf32(x):
                 return "x lies channels last, and the library takes it so"
@@ -333,8 +357,7 @@ def _wide_stores(job: Job) -> bool:
 
 def stream_splits(job: Job) -> bool:
     """Is an operand two float16? One is as exact as TF32, if eager runs that."""
-    runs_tf32 = job.settings and precision.runs_tf32(job.x, job.weight, settings=job.settings)
-    return job.x.dtype == torch.float32 and not runs_tf32
+    return job.x.dtype == torch.float32 and not job.runs_tf32
 
 
 def _stream_defines(job: Job) -> dict:
@@ -540,6 +563,7 @@ MAINLOOPS = (
         obstacle=_rows_obstacle,
         defines=_rows_defines,
         most=9,
+        is_exact=True,
         sinks=Sinks(
             headers=("reduce/narrow2d.cuh", "store/strips.cuh"),
             declared=f"{_ROWS}\n{_VALUES}",
@@ -566,6 +590,7 @@ MAINLOOPS = (
         obstacle=_windows_obstacle,
         defines=_windows_defines,
         has_places=False,
+        is_exact=True,
     ),
     Mainloop(
         "narrow3d",
@@ -577,6 +602,7 @@ MAINLOOPS = (
         obstacle=_narrow3d_obstacle,
         defines=lambda job: tiling.spatial_defines(job.weight.shape),
         most=9,
+        is_exact=True,
         sinks=Sinks(
             headers=("reduce/narrow3d.cuh", "store/runs.cuh"),
             declared="using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",

@@ -22,6 +22,7 @@ are the GPU's; TF32 says whether the library may convolve float32 in it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import inspect
@@ -39,7 +40,6 @@ from torch import nn
 import models
 from inline_kernels import problem as problems
 from inline_kernels.engine import (
-    between,
     cases,
     direct,
     library,
@@ -118,7 +118,7 @@ def cell_of(
 ) -> str:
     """The file of the problem of that name, or of the KernelBench-style file at that path, which is executed. device: by default what
     torch sees. Raises ValueError, or KeyError for an unknown name, where there is none."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or _device()
     path = models.PROBLEMS[name].file if name in models.PROBLEMS else Path(name)
     if is_file := bool(path and path.is_file()):
         file, text = problems.read(path), path.read_text(encoding="utf-8")
@@ -230,32 +230,37 @@ def _only_segment(model: nn.Module, x: torch.Tensor) -> Segment:
 def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor, plan: load_plan.Plan) -> dict[str, dict]:
     """What is built for convolutions of our own that are expected to be faster on the GPU that is here, as launchers: `forward`, which computes
     y, where nothing is kept for backward; `forward_saving`, which keeps what backward needs, as `plan` has it; and for what is left `convolve`."""
-    fast, found = fuse(copy.deepcopy(model).to("cuda" if torch.cuda.is_available() else "cpu")), {}
-    with torch.no_grad():
-        (decision,) = structure_of(fast, (x,), {}).decisions(fast, (x,), {})
-    if decision.runs in ("direct", "sinks") and not segment.random:  # whose launchers always drop
-        found["forward"] = dict(decision.requests[0])
-    shape, weight = x.shape, fast.get_parameter(segment.parameters[0])
-    case = cases.Case(segment, (library.without_memory(weight, shape, x.dtype), weight), True, x.dtype)
-    try:
-        request, results = direct.alone(case)
-        found["forward_saving"] = request | {"source": _saving(request["source"], results, plan)}
-    except schedule.Unsupported:
-        pass
-    try:
-        (request,) = stored.convolving(case).requests(stored.alone(case))
-        found["convolve"] = request | {"source": _convolving(request["source"])}
-    except schedule.Unsupported:
-        pass
-    runs_tf32 = between.runs_tf32(segment, case.x, weight)  # where all but TF32 takes eager's error for ours
+    with mainloops.no_more_exact_than_eager():  # who compares results with eager's takes its error for ours
+        found = _faster(fuse(copy.deepcopy(model).to(_device())), segment, x, plan)
     for launcher, request in [*found.items()]:
         names = [each.name for each in parse_launchers(request["source"]) if not each.asked]
-        if names != [launcher] or runs_tf32 and str(request["defines"].get("SPLIT")) != "0":
-            del found[launcher]  # another pass follows, or it is more exact than eager
+        if names != [launcher]:
+            del found[launcher]  # another pass follows
     together = _of_one_build(found)
     if {"forward", "forward_saving"} <= together.keys():
         together.pop("convolve", None)
     return together
+
+
+def _faster(fast: nn.Module, segment: Segment, x: torch.Tensor, plan: load_plan.Plan) -> dict[str, dict]:
+    """The same before what can't be in a cell is left out."""
+    found, shape, weight = {}, x.shape, fast.get_parameter(segment.parameters[0])
+    with torch.no_grad():
+        (decision,) = structure_of(fast, (x,), {}).decisions(fast, (x,), {})
+    if decision.runs in ("direct", "sinks") and not segment.random:  # whose launchers always drop
+        found["forward"] = dict(decision.requests[0])
+    case = cases.Case(segment, (library.without_memory(weight, shape, x.dtype), weight), True, x.dtype)
+    with contextlib.suppress(schedule.Unsupported):
+        request, results = direct.alone(case)
+        found["forward_saving"] = request | {"source": _saving(request["source"], results, plan)}
+    with contextlib.suppress(schedule.Unsupported):
+        (request,) = stored.convolving(case).requests(stored.alone(case))
+        found["convolve"] = request | {"source": _convolving(request["source"])}
+    return found
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _of_one_build(found: dict[str, dict]) -> dict[str, dict]:
