@@ -173,6 +173,33 @@ def test_special_values(of_x, padding, architecture, ours):
     torch.testing.assert_close(found[finite].double(), exact[finite], rtol=1e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("of_x", [True, False], ids=["x", "dz"])
+@pytest.mark.parametrize("tf32", [True, False], ids=["tf32", "float32"])
+def test_an_infinity_spoils_its_own_channel(of_x, tf32, ours):
+    """And not those of finite values that are larger than what its sample's scale was guessed from."""
+    ran = ours(900, tf32)
+    torch.manual_seed(0)
+    model = random_model((16, 9, 2, 3, 3), lambda m, v: v * m.by_channel)
+    x, dy = torch.randn(2, 9, 3, 6, 20), torch.randn(2, 16, 2, 4, 18)
+    spoilt = x if of_x else dy
+    spoilt[:, 2] *= 100
+    spoilt[0, 7, 1, 3, 17], spoilt[0, 5, 0, 0, 0] = 1e3, INF
+    found = gradients(fuse(model), x.requires_grad_(), dy)["conv.weight"]
+    assert ran
+    own = found.isfinite().all(dim=(0, 2, 3, 4) if of_x else (1, 2, 3, 4))
+    assert not own[5] and own.sum() == len(own) - 1
+
+
+@pytest.mark.parametrize("tf32", [True, False], ids=["tf32", "float32"])
+def test_products_that_are_smaller_than_any_number(tf32, ours):
+    ours(900, tf32)
+    torch.manual_seed(0)
+    model = random_model((16, 9, 2, 3, 3), lambda m, v: v * m.by_channel)
+    x, dy = torch.randn(2, 9, 3, 6, 20) * 1e-36, torch.randn(2, 16, 2, 4, 18) * 1e-36
+    found = gradients(fuse(model), x.requires_grad_(), dy)["conv.weight"]
+    assert torch.equal(found, torch.zeros_like(found))
+
+
 def test_bitwise_repeatable(ours):
     ours()
     model, x = random_model((16, 9, 3, 2), TAILS["smooth"]), numerics.random_input((5, 9, 9, 70))
@@ -207,6 +234,8 @@ def test_obstacles(ours, monkeypatch):
     assert why(padded, x) is None and "padding" in why(padded, x, True)
     assert "stride" in why(random_model((16, 9, 3, 2), TAILS["gates"], stride=2), x)
     assert "behind" in why(random_model((16, 9, 3, 2), TAILS["gates"], padding="same"), x)
+    large = torch.empty(1, 9, 2**15, 2**14 + 2, device="meta")  # two units a pixel
+    assert "counted" in why(model, large) and "counted" not in (why(model, large[..., 2:]) or "")
     assert "stride" in why(random_model((18, 9, 3, 2), TAILS["gates"], groups=9), x)
     monkeypatch.setattr(precision, "runs_tf32", lambda *given, **_: given[2:3] != ("dw",))
     assert why(model, x) == "eager runs float32"
@@ -219,6 +248,18 @@ def test_obstacles(ours, monkeypatch):
     assert why(model, x) == "the library is faster at such sizes"
     ours(700)
     assert "compute capability" in why(model, x)
+
+
+def test_eager_is_asked_for_its_own_padding(ours, monkeypatch):
+    ours()
+    asked = []
+    monkeypatch.setattr(precision, "runs_tf32", lambda *given, **_: asked.append(given[2:]) or True)
+    for padding in ((1, 0), (0, 0)):
+        assert (
+            why(random_model((16, 9, 3, 2), TAILS["gates"], padding=padding), torch.randn(2, 9, 9, 20))
+            is None
+        )
+    assert [(of, settings.padding) for of, settings in asked] == [("dw", (1, 0)), ("dw", None)]
 
 
 def test_the_faster_of_ours(ours, monkeypatch):

@@ -269,33 +269,26 @@ def weight_gradient(
     operand, where the library runs float32."""
     outputs, channels, *kernel = filters
     *lines, columns = size
-    pixels, taps = image[0] * math.prod(size), math.prod(kernel)
-    x, dz = math.prod(image), pixels * outputs
-    bytes_a_time, rates = PASS_BYTES * device.scale.memory, device.scale.compute
-    # Blocks have 64 channels of either kind, and strips of 64 columns.
-    # Of few channels several planes of the filter lie side by side.
-    beside = max(1, min(64 // (-(-channels // 8) * 8), math.prod(kernel[:-2])))
-    outputs, channels, columns = (-(-each // 64) * 64 for each in (outputs, channels, columns))
-    planes = -(-math.prod(kernel[:-2]) // beside)
-    products = (
-        2 * image[0] * math.prod(lines) * columns * outputs * channels * planes * math.prod(kernel[-2:])
-    )
-    products *= 3 if split else 1
-    products /= WEIGHT_OPERATIONS[device.capability == (9, 0) and not split] * rates
-    # Once for each block of the other's channels, or of a filter's planes.
-    read = 2 * (dz * channels + x * outputs * beside) / 64 / bytes_a_time * planes
-    ours = (
-        WEIGHT_LAUNCHES[itemsize] * PACKING_START
-        + ((itemsize + 2) * x + (itemsize + 4 if packs else 2) * dz) * (1 + split) / bytes_a_time
-        + max(products, read * (1 + split))
-    )
+    pixels, planes = image[0] * math.prod(size), math.prod(kernel[:-2])
+    x, dz, taps = math.prod(image), pixels * outputs, planes * math.prod(kernel[-2:])
+    bytes_a_time, compute = PASS_BYTES * device.scale.memory, device.scale.compute
+    # Blocks have 64 channels of either kind, and strips of 64 columns. Of few channels several planes of the filter lie side by side.
+    beside = max(1, min(64 // (-(-channels // 8) * 8), planes))
+    blocks = -(-outputs // 64), -(-channels // 64) * -(-planes // beside)  # of channels out; in, and planes
+    products = 2 * image[0] * math.prod(lines) * -(-columns // 64) * 64 * math.prod(blocks) * 64**2
+    products *= math.prod(kernel[-2:]) * (3 if split else 1)
+    products /= WEIGHT_OPERATIONS[device.capability == (9, 0) and not split] * compute
+    read = 2 * (dz * blocks[1] + x * beside * blocks[0]) / bytes_a_time
+    packed = (itemsize + 2) * x + (itemsize + 4 if packs else 2) * dz
+    ours = WEIGHT_LAUNCHES[itemsize] * PACKING_START
+    ours += packed * (1 + split) / bytes_a_time + max(products, read * (1 + split))
     rate, turned = LIBRARY_WEIGHT_OPERATIONS[itemsize], 2 * itemsize * x + itemsize * dz
     if split:
         rate, turned = LIBRARY_WEIGHT_FLOAT32, 0
     if len(kernel) == 3:
         each, most = LIBRARY_VOLUMES_WEIGHT[split]
-        rate, turned = min(each * filters[1], most), 0
-    theirs = 2 * dz * filters[1] * taps / (rate * rates)
+        rate, turned = min(each * channels, most), 0
+    theirs = 2 * dz * channels * taps / (rate * compute)
     return ours, LIBRARY_STARTS[itemsize] + turned / bytes_a_time + theirs
 
 

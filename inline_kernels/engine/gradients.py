@@ -271,7 +271,7 @@ def _packed_obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None
         return "there are more zeros behind the image than before it"
     size, units = _result_size(segment, x, weight), -(-max(weight.shape[:2]) // 8)
     padded = [extent + taps - 1 for extent, taps in zip(size, weight.shape[2:])]
-    if min(size) < 1 or math.prod(padded) * units >= 2**31:
+    if min(size) < 1 or math.prod(padded) * units > 2**30:
         return "there is nothing to convolve, or more than is counted in int"
     return tiling.wide_obstacle(x, weight, x.dtype)
 

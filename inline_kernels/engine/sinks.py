@@ -374,7 +374,8 @@ def _is_better_behind(case: Case, mainloop, own: Pass) -> bool:
     """A block computes so many channels, though there be fewer."""
     C, block = case.weight.shape[0], mainloop.sinks.channels
     most = MOST_BESIDE * mainloop.sinks.beside
-    taken = (own.instructions + mainloop.sinks.sums) * -(-C // block) * block / C
+    sums = mainloop.sinks.sums if any(sink.kind in ("moments", "sums") for sink in own.sinks) else 0
+    taken = (own.instructions + sums) * -(-C // block) * block / C
     return taken > most and not choice.is_silent()
 
 

@@ -167,7 +167,7 @@ look_ahead_kernel(Scales<typename Conv::Operands> scales, const float* x, int64_
 }
 
 // x (N, kChannelsIn, S) to packed (N, S, kPixel) under samples' first scales, and scales.largest[n] = the bits of
-// the largest magnitude of sample n; where operands are single, the largest finite one. Or, kAgain, the samples which
+// the largest magnitude of sample n; without kMarksInfinite, the largest finite one. Or, kAgain, the samples which
 // that scale does not fit. Grid: positions, channels, samples.
 template <class Conv, bool kAgain>
 __global__ void __launch_bounds__(kImageThreads)
@@ -198,8 +198,8 @@ pack_image_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const t
         for (int half = 0; half < 2; half++) {
           float v = value[i + half];
           if constexpr (Conv::kScaled) {
-            largest_magnitude = kParts == 1 ? larger_magnitude(largest_magnitude, v)
-                                            : fmaxf(largest_magnitude, fabsf(v));
+            largest_magnitude = Conv::kMarksInfinite ? fmaxf(largest_magnitude, fabsf(v))
+                                                     : larger_magnitude(largest_magnitude, v);
             v = Conv::scaled(v, power_of_two(exponent));
           }
           const auto parts = Conv::split(v);
@@ -245,7 +245,7 @@ __device__ __forceinline__ void pack_eight(uint4* packed, int64_t part_pitch, co
   for (int c = 0; c < 8; c++) {
     value[c] = inside && channel + c < Conv::kChannelsIn ? float(at[c * S]) : 0.f;
     if constexpr (Conv::kScaled) {
-      if (kRaises) largest = Conv::kParts == 1 ? larger_magnitude(largest, value[c]) : fmaxf(largest, fabsf(value[c]));
+      if (kRaises) largest = Conv::kMarksInfinite ? fmaxf(largest, fabsf(value[c])) : larger_magnitude(largest, value[c]);
       value[c] = Conv::scaled(value[c], power_of_two(exponent));
     }
   }

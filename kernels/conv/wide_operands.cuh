@@ -62,7 +62,7 @@ __device__ __forceinline__ void raise_largest(uint32_t* largest, float of_thread
 template <class Value, bool kSplit_> struct Operands {
   using value_t = Value;
   using operand_t = std::conditional_t<std::is_same_v<Value, bfloat16_t>, bfloat16_t, half_t>;
-  static constexpr bool kSplit = kSplit_, kLooksAhead = false;
+  static constexpr bool kSplit = kSplit_, kLooksAhead = false, kMarksInfinite = kSplit;  // as a sample's largest magnitude
   static constexpr bool kScaled = std::is_same_v<Value, float>;  // others are operands as they are
   static constexpr int kParts = kSplit ? 2 : 1;
   static_assert(kScaled || !kSplit, "a value of 16 bits is one operand");

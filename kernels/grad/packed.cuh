@@ -25,8 +25,8 @@ struct Scales {
     const int fitting = conv::top_exponent(largest), slack = fitting - first(seen);
     return largest == 0 || (slack >= 0 && slack <= tensor_core::kTop - kLowest) ? first(seen) : fitting;
   }
-  __device__ __forceinline__ int first_of(int64_t n) const { return first(seen[n]); }
-  __device__ __forceinline__ int last_of(int64_t n) const { return last(seen[n], largest[n]); }
+  __device__ __forceinline__ int first(int64_t n) const { return first(seen[n]); }
+  __device__ __forceinline__ int last(int64_t n) const { return last(seen[n], largest[n]); }
 };
 
 // Elements of T that g takes, in units and, where they are scaled, Scales: of channels a multiple of 8.
@@ -55,5 +55,8 @@ template <class Operands> struct OfGradient : Operands {
     return largest == 0 || (slack >= 0 && slack <= kRoom) ? first : fitting;
   }
 };
+
+// Operands of which the largest finite magnitude counts, whatever else there is.
+template <class Operands> struct Finite : Operands { static constexpr bool kMarksInfinite = false; };
 
 }  // namespace grad

@@ -18,7 +18,9 @@
 
 namespace grad {
 
-constexpr int kMostSlack = 60;  // so many powers of two are left for the sums of samples with larger products
+// So many powers of two are left for the sums of samples with larger products. A sample whose products are smaller
+// yet counts as if its largest were 2^-60 of the largest of all.
+constexpr int kMostSlack = 60;
 
 // The scale of sums: that of the sample at hand, 2^slack of what is common to all.
 template <int kTiles> struct OwnScale {
@@ -43,11 +45,6 @@ template <int kTiles> struct OwnScale {
   }
 };
 
-// The scales of g that is packed here, from planes.
-template <class Operands> struct ScalesHere : conv::Scales<Operands> {
-  __device__ __forceinline__ int last_of(int64_t n) const { return this->last(n); }
-};
-
 // A source: g (N, parts, kOut, planes, H', W') and x (N, parts, kIn, input_planes, H, W) in units, and their scales.
 template <class Operands, int kOut_, class Scales> struct Packed {
   struct Strip {};
@@ -56,13 +53,13 @@ template <class Operands, int kOut_, class Scales> struct Packed {
   template <int kTiles> using SumScale = OwnScale<kTiles>;
   const uint4 *g, *x;
   Scales scales;
-  conv::Scales<Operands> input_scales;
+  conv::Scales<Finite<Operands>> input_scales;
   int planes, input_planes;
   static constexpr int kAhead = kStages - 2;  // steps: one is in use, and one is ready
 
   // What samples' products are scaled by.
   __device__ __forceinline__ int exponent(int64_t n) const {
-    return input_scales.last(n) + scales.last_of(n);
+    return input_scales.last(n) + scales.last(n);
   }
 };
 
@@ -80,7 +77,7 @@ template <class Filter, class Base> struct PackedStages : Base {
   static constexpr int kGroupsOut = ceil_div(kChannelsOut, 8), kGroupsIn = ceil_div(kChannelsIn, 8);
 
   // Of a volume's few channels in a block has those that kBeside planes of the filter meet, side by side, kOfPlane
-  // of each.
+  // of each: 2 of 24 for 20 channels.
   static constexpr int kKernelD = Filter::kDepth, kFitting = std::max(1, kBlock / (kGroupsIn * 8));
   static constexpr int kBeside = std::min(kFitting, kKernelD), kOfPlane = kBeside > 1 ? kGroupsIn * 8 : kBlock;
   static constexpr int kPlaneGroups = ceil_div(kKernelD, kBeside), kBlocks = Base::kBlocks * kPlaneGroups;
@@ -89,7 +86,7 @@ template <class Filter, class Base> struct PackedStages : Base {
     int kernel_plane;  // the first
     __device__ __forceinline__ explicit BlockPlace(int block)
         : Base::BlockPlace(block / kPlaneGroups), kernel_plane(block % kPlaneGroups * kBeside) {}
-    // Is there a channel in of the filter that is that one of the block's?
+    // Does the block's channel `in` exist?
     __device__ __forceinline__ bool has(int in) const {
       return this->channel_in + in % kOfPlane < kChannelsIn && in < kBeside * kOfPlane &&
              kernel_plane + in / kOfPlane < kKernelD;
@@ -108,12 +105,12 @@ template <class Filter, class Base> struct PackedStages : Base {
   static __device__ __forceinline__ int common_exponent(const Source& source, int64_t N) {
     if constexpr (!kScaled) return 0;
     __shared__ int negative;
-    if (threadIdx.x == 0) negative = -254;
+    if (threadIdx.x == 0) negative = -255;  // less than any
     __syncthreads();  // set before anyone raises it
     for (int64_t n = threadIdx.x; n < N; n += blockDim.x)
       if (source.input_scales.largest[n] && source.scales.largest[n]) atomicMax(&negative, -source.exponent(n));
     __syncthreads();  // complete before anyone reads it
-    return negative == -254 ? 0 : -negative;
+    return negative == -255 ? 0 : -negative;
   }
 
   // As WideWeight's Walk.
@@ -366,6 +363,8 @@ merge_packed_kernel(typename Loop::value_t* dweight, const float* partial, typen
 #endif
 }
 
+constexpr int64_t kMostUnits = 1 << 30;  // of a sample: what goes through them in int goes on a little behind them
+
 // Along an axis: x with what is around it, and g.
 template <class Filter, class Around> struct PackedSizes {
   int64_t of_x[3] = {1, 1, 1}, of_g[3] = {1, 1, 1};  // planes, rows, columns
@@ -379,7 +378,7 @@ template <class Filter, class Around> struct PackedSizes {
     }
     if (kDims == 2) at.extents[0] = 1;
     conv::expect(of_g[0] > 0 && of_g[1] > 0 && of_g[2] > 0, "an image as large as the filter at least");
-    conv::expect(of_x[0] * of_x[1] * of_x[2] * ((Filter::kIn + 7) / 8) < conv::kMostCounted, "a sample that is counted in int");
+    conv::expect(of_x[0] * of_x[1] * of_x[2] * ((Filter::kIn + 7) / 8) <= kMostUnits, "a sample that is counted in int");
     at.row = int(of_x[2]), at.plane = int(of_x[1] * of_x[2]), at.sample = int(of_x[0] * of_x[1] * of_x[2]);
   }
   int64_t positions() const { return of_g[0] * of_g[1] * of_g[2]; }
@@ -389,9 +388,9 @@ template <class Filter, class Around> struct PackedSizes {
   }
 };
 
-// dweight, of packed g (N, kOut / 8, positions), whose scales are there, and of x.
+// dweight, of g in units, of which that many parts a value has (N, parts, kOut / 8, positions), and of x.
 template <class Build, class Around, class Scales>
-void packed_weight(const Out<typename Build::value_t>& dweight, const uint4* g, const Scales& scales,
+void of_units(const Out<typename Build::value_t>& dweight, const uint4* g, const Scales& scales,
                    const In<typename Build::value_t>& x, const PackedSizes<typename Build::Filter, Around>& sizes, cudaStream_t stream) {
   using Filter = typename Build::Filter;
   using Operands = typename Build::Operands;
@@ -407,10 +406,10 @@ void packed_weight(const Out<typename Build::value_t>& dweight, const uint4* g, 
   const int64_t N = x.size(0), H = sizes.of_x[1], W = sizes.of_x[2];
   const Scratch<uint32_t> largest_x(N, stream);
   const Scratch<uint4> packed_x(N * Input::kChannelGroups * Operands::kParts * sizes.at.sample, stream);
-  const conv::Scales<Operands> input_scales{largest_x, N};
+  const conv::Scales<Finite<Operands>> input_scales{largest_x, N};
   cudaMemsetAsync(largest_x, 0, N * sizeof(uint32_t), stream);
   if constexpr (Around::kAny || Operands::kSplit) {
-    conv::pack_views<conv::Views<Filter, Operands>>(packed_x, input_scales, x, sizes.at, stream);
+    conv::pack_views<conv::Views<Filter, Finite<Operands>>>(packed_x, input_scales, x, sizes.at, stream);
   } else {
     pack_input<Input>(packed_x, largest_x, x, N, sizes.at.sample, stream);
   }
@@ -426,7 +425,7 @@ void packed_weight(const Out<typename Build::value_t>& dweight, const uint4* g, 
   merge_packed_kernel<Loop><<<merged, kThreads, 0, stream>>>(dweight, partial, source, splits, N);
 }
 
-// The same of g (packed_size) in units; or, kOfPlanes, in planes.
+// dweight, of g (packed_size) in units of one part; or, kOfPlanes, in planes.
 template <class Build, class Around, bool kOfPlanes>
 void packed_weight(const Out<typename Build::value_t>& dweight, const In<typename Build::value_t>& g,
                    const In<typename Build::value_t>& x, cudaStream_t stream) {
@@ -435,19 +434,19 @@ void packed_weight(const Out<typename Build::value_t>& dweight, const In<typenam
   const PackedSizes<typename Build::Filter, Around> sizes(x);
   const int64_t N = x.size(0), positions = sizes.positions();
   if constexpr (kOfPlanes) {
-    using Operands = OfGradient<typename Build::Operands>;
-    conv::expect(g.numel() == N * kOut * positions && positions * (kOut / 8) < conv::kMostCounted, "g of the result's sizes");
+    using Operands = Finite<OfGradient<typename Build::Operands>>;
+    conv::expect(g.numel() == N * kOut * positions && positions * (kOut / 8) <= kMostUnits, "g of the result's sizes");
     const Scratch<uint32_t> magnitudes(2 * N, stream);
     const Scratch<uint4> units(N * (kOut / 8) * Operands::kParts * positions, stream);
     cudaMemsetAsync(magnitudes, 0, 2 * N * sizeof(uint32_t), stream);
-    const ScalesHere<Operands> scales{{magnitudes, N}};
+    const conv::Scales<Operands> scales{magnitudes, N};
     conv::pack_views<conv::Views<conv::Filter<kOut, 1, 1, 1>, Operands>>(units, scales, g, sizes.as_it_lies(), stream);
-    packed_weight<Build>(dweight, units, scales, x, sizes, stream);
+    of_units<Build>(dweight, units, scales, x, sizes, stream);
   } else {
     static_assert(!Build::Operands::kSplit, "units are of one part");
     conv::expect(g.numel() == packed_size<value_t>(N, kOut, positions), "g in units");
     value_t* const given = const_cast<value_t*>(g.data);
-    packed_weight<Build>(dweight, reinterpret_cast<const uint4*>(given), scales_of(given, N, kOut, positions), x, sizes, stream);
+    of_units<Build>(dweight, reinterpret_cast<const uint4*>(given), scales_of(given, N, kOut, positions), x, sizes, stream);
   }
 }
 

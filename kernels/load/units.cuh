@@ -65,8 +65,8 @@ units_kernel(const Pass pass, const Extent extent, const value_t* values, uint4*
   const unsigned n = blockIdx.x / blocks, tiles = (ahead ? seen_of(parts) : parts) * channel_tiles;
   int exponent = 0;
   if (kScaled && !ahead) {
-    exponent = packing == Packing::kFirst ? scales.first_of(n) : scales.last_of(n);
-    if (packing == Packing::kAgain && exponent == scales.first_of(n)) return;
+    exponent = packing == Packing::kFirst ? scales.first(n) : scales.last(n);
+    if (packing == Packing::kAgain && exponent == scales.first(n)) return;
   }
   const int64_t of_sample = int64_t(extent.C / 8) * extent.positions();
 #pragma unroll 1
