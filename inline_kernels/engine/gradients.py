@@ -44,10 +44,10 @@ using Target = conv::Target<CAPABILITY, SHARED_LIMIT, 1, 1, 0, COUNTS_IN_INT>;
 using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;
 
 EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> other, cudaStream_t stream) {{
-  grad::packed_{name}<{builds}>(gradient, dz, other, stream);
+  grad::packed_{name}<BUILD>(gradient, dz, other, stream);
 }}
 """
-_PADDED = "Build, conv::Around<PADDED, {befores}>, OF_PLANES"
+_OF_WEIGHT = "Build, conv::Around<PADDED, {befores}>, OF_PLANES"
 _FEW_TEXT = """// The gradient of {of}
 #include "grad/few_weight.cuh"
 
@@ -63,7 +63,7 @@ EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> x, cudaS
 _STREAM_TEXT = """// The gradient of {of}
 #include "grad/stream_input.cuh"
 
-using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {taps}>;
+using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {kernels}>;
 
 EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> weight, cudaStream_t stream) {{
   {walk}
@@ -314,36 +314,35 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor) -> dict[str, dict]:
     """What is built, for the gradients of "input" and "weight"."""
     capability, shared, *_ = tiling.device_properties(x.device.index)
     known = {"VALUE_T": CTYPES[x.dtype], "OUTPUT_T": CTYPES[x.dtype], "SHARED_LIMIT": shared}
-    spatial, own, texts = tiling.spatial_defines(weight.shape), segment.conv.name or "the convolution", {}
-    axes = "DHW"[5 - weight.dim() :]
+    walk, axes, texts = mainloops.walk_of(segment, weight), "DHW"[5 - weight.dim() :], {}
+    words = {f"{what.lower()}s": ", ".join(f"{what}_{a}" for a in axes) for what in ("KERNEL", "BEFORE")}
+    words["walk"] = mainloops.walk_text(len(axes))
+    spatial = tiling.spatial_defines(weight.shape)
+    around = (
+        spatial | {"PADDED": int(not walk.is_plain)} | {f"BEFORE_{a}": n for a, n in zip(axes, walk.before)}
+    )
+    gpu = {"CAPABILITY": 90 if capability == (9, 0) else 80}
     if ways.weight == FEW:
-        walk, size = mainloops.walk_of(segment, weight), _result_size(segment, x, weight)
-        line, split = tiling.few_line(size), _splits(segment, x, weight)
-        words = {f"{what.lower()}s": ", ".join(f"{what}_{a}" for a in axes) for what in ("KERNEL", "BEFORE")}
-        defines = {"DZ_ALIGNED": math.gcd(size[-1], 4), "LINE": line, "SPLIT": int(split)}
-        defines |= {"PADDED": int(not walk.is_plain)} | {f"BEFORE_{a}": n for a, n in zip(axes, walk.before)}
-        texts["weight"] = _FEW_TEXT, words, spatial | defines
-    elif ways.weight in (PACKED, PACKS):
-        walk, kernels = mainloops.walk_of(segment, weight), ", ".join(f"KERNEL_{axis}" for axis in axes)
-        around = {"PADDED": int(not walk.is_plain)} | {f"BEFORE_{a}": n for a, n in zip(axes, walk.before)}
+        size, split = _result_size(segment, x, weight), _splits(segment, x, weight)
+        defines = {"DZ_ALIGNED": math.gcd(size[-1], 4), "LINE": tiling.few_line(size), "SPLIT": int(split)}
+        texts["weight"] = _FEW_TEXT, around | defines
+    elif ways.weight:
         packs = ways.weight == PACKS
-        around |= {"OF_PLANES": int(packs), "COUNTS_IN_INT": 0}
-        spatial["SPLIT"] = int(packs and _splits(segment, x, weight))
-        builds = _PADDED.format(befores=", ".join(f"BEFORE_{axis}" for axis in axes))
-        spatial["CAPABILITY"] = 90 if capability == (9, 0) else 80
-        texts["weight"] = _TEXT, {"kernels": kernels, "builds": builds}, spatial | around
-        if ways.x == PACKED:
-            planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
-            counts = {"COUNTS_IN_INT": planned["COUNTS_IN_INT"]}
-            texts["input"] = _TEXT, {"kernels": kernels, "builds": "Build"}, spatial | counts
-    if ways.x == STREAM:
-        turned = _Turned.of(segment, x, weight)
-        words = {
-            "taps": ", ".join(f"KERNEL_{axis}" for axis in axes),
-            "walk": mainloops.walk_text(len(axes)),
+        defines = {
+            "OF_PLANES": int(packs),
+            "SPLIT": int(packs and _splits(segment, x, weight)),
+            "COUNTS_IN_INT": 0,
         }
+        texts["weight"] = _TEXT.replace("BUILD", _OF_WEIGHT), around | gpu | defines
+    if ways.x == PACKED:
+        planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
+        defines = {"SPLIT": 0, "COUNTS_IN_INT": planned["COUNTS_IN_INT"]}
+        texts["input"] = _TEXT.replace("BUILD", "Build"), spatial | gpu | defines
+    elif ways.x == STREAM:
+        turned = _Turned.of(segment, x, weight)
         defines = tiling.stream_defines(x, turned.filters, _positions(x), turned.streamed(x, weight))
-        texts["input"] = _STREAM_TEXT, words, defines | mainloops.walk_defines(turned.walk)
+        texts["input"] = _STREAM_TEXT, defines | mainloops.walk_defines(turned.walk)
+    own = segment.conv.name or "the convolution"
     return {
         name: {
             "name": f"gradient_of_{name}",
@@ -351,7 +350,7 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor) -> dict[str, dict]:
             "device": "cuda",
             "defines": known | defines,
         }
-        for name, (text, words, defines) in texts.items()
+        for name, (text, defines) in texts.items()
     }
 
 

@@ -27,6 +27,12 @@ class Settings(NamedTuple):
     dilation: Sequence[int] | None = None
     groups: int = 1
 
+    def written_out(self, axes: int) -> Settings:
+        """The same without None."""
+        ones, zeros = (1,) * axes, (0,) * axes
+        of_axes = self.stride or ones, self.padding or zeros, self.dilation or ones
+        return Settings(*map(tuple, of_axes), self.groups)
+
 
 PLAIN_SETTINGS = Settings()
 _LIMIT = 1e-4  # of the error over the result, both as norms: TF32's is 3e-4, whatever the sizes; float32's below 1e-5
@@ -56,8 +62,8 @@ def runs_tf32(
         cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
     )
-    numbers = [tuple(each) if isinstance(each, Sequence) else each for each in settings]
-    key = x.device, tuple(x.shape), tuple(weight.shape), channels_last, of, *numbers, *flags
+    settings = settings.written_out(len(x.shape) - 2)
+    key = x.device, tuple(x.shape), tuple(weight.shape), channels_last, of, *settings, *flags
     with _lock:
         if key not in _answers:
             if not _may_ask(x):
@@ -75,18 +81,17 @@ def _may_ask(x: Tensor) -> bool:
 
 def _asked(x: Tensor, weight: Tensor, of: str, settings: Settings, channels_last: bool) -> bool | None:
     """None where there is no memory for it. Only the first sample has values: a kernel isn't chosen by them."""
-    device, axes = x.device, len(x.shape) - 2
-    ones, zeros = [1] * axes, [0] * axes
-    stride, padding, dilation = settings.stride or ones, settings.padding or zeros, settings.dilation or ones
+    device, zeros = x.device, [0] * (len(x.shape) - 2)
+    stride, padding, dilation, groups = settings.written_out(len(zeros))
     generator = torch.Generator(device).manual_seed(0)
 
     def convolved(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.convolution(x, weight, None, stride, padding, dilation, False, zeros, settings.groups)
+        return torch.convolution(x, weight, None, stride, padding, dilation, False, zeros, groups)
 
     def gradient(dv: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         mask = [of == "dx", of == "dw", False]
         found = torch.ops.aten.convolution_backward(
-            dv, x, weight, None, stride, padding, dilation, False, zeros, settings.groups, mask
+            dv, x, weight, None, stride, padding, dilation, False, zeros, groups, mask
         )
         return found[mask.index(True)]
 
