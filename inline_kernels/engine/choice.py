@@ -115,7 +115,9 @@ PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, 
 LIBRARY_WEIGHT_OPERATIONS = {2: 700e6, 4: 143e6}
 # Where TF32 isn't run; and of volumes, for each channel in and at most, then and else. From steps of benchmarks/results/sizes/2026-11-27-h100-last.json
 # and of 43 and 47, less what else they do: 48e6; of volumes 2e6 to 6e6 with 32 channels, else 80e6 with 32, 145e6 with 64, 200e6 with 256.
-LIBRARY_WEIGHT_FLOAT32, LIBRARY_VOLUMES_WEIGHT = 60e6, {True: (0.3e6, 41e6), False: (2.5e6, 200e6)}
+# Of 16 bits twice that, and as much as of images: with 64 channels alone it was measured.
+LIBRARY_WEIGHT_FLOAT32 = 60e6
+LIBRARY_VOLUMES_WEIGHT = {(4, True): (0.3e6, 41e6), (4, False): (2.5e6, 200e6), (2, False): (5e6, 700e6)}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
 LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
 INPUT_OPERATIONS = {True: 560e6, False: 320e6}
@@ -286,7 +288,7 @@ def weight_gradient(
     if split:
         rate, turned = LIBRARY_WEIGHT_FLOAT32, 0
     if len(kernel) == 3:
-        each, most = LIBRARY_VOLUMES_WEIGHT[split]
+        each, most = LIBRARY_VOLUMES_WEIGHT[itemsize, split]
         rate, turned = min(each * channels, most), 0
     theirs = 2 * dz * channels * taps / (rate * compute)
     return ours, LIBRARY_STARTS[itemsize] + turned / bytes_a_time + theirs
