@@ -92,6 +92,18 @@ template <class E, class X> inline void store_lanes(E* to, const X& x) {
   }
 }
 
+// Up to two vectors' elements, by two copies of a known size, which may meet: a call for so few takes longer.
+template <class E> inline void copy_few(E* to, const E* from, int64_t count) {
+  const auto both_ends = [&](auto size) {
+    memcpy(to, from, size * sizeof(E));
+    memcpy(to + count - size, from + count - size, size * sizeof(E));
+  };
+  if (count >= kLanes) both_ends(std::integral_constant<int64_t, kLanes>());
+  else if (count >= kLanes / 2) both_ends(std::integral_constant<int64_t, kLanes / 2>());
+  else if (count >= kLanes / 4) both_ends(std::integral_constant<int64_t, kLanes / 4>());
+  else std::copy_n(from, count, to);
+}
+
 // Past the caches, where `to` allows it.
 template <class E, class X> inline void stream_lanes(E* to, const X& x) {
 #if defined(__AVX512F__) && !defined(__clang__)

@@ -444,7 +444,7 @@ template <bool kWhole> struct Row : Lanes_ {
     } else {
       E all[kLanes];
       store_lanes(all, x);
-      std::copy_n(all, count, to + offset());
+      copy_few(to + offset(), all, count);
     }
   }
   Integers kept(const int64_t* seed, int64_t number, int which, double probability) const {

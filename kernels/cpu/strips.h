@@ -140,8 +140,7 @@ class Convolver {
           for (int j = 0; j < kLanes; j++)
             for (int odd = 0; odd < 2; odd++) values[2 * j + odd] = value_t(outputs[i][odd][k][j]);
           value_t* const to = out + k * step + (2 * run.row + i) * W + column;
-          if (count == 2 * kLanes) __builtin_memcpy(to, values, sizeof values);
-          else std::copy_n(values + 2 * (from - first), count, to);
+          copy_few(to, values + 2 * (from - first), count);
         }
     }
   }
