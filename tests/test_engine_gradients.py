@@ -259,7 +259,7 @@ def test_eager_is_asked_for_its_own_padding(ours, monkeypatch):
             why(random_model((16, 9, 3, 2), TAILS["gates"], padding=padding), torch.randn(2, 9, 9, 20))
             is None
         )
-    assert [(of, settings.padding) for of, settings in asked] == [("dw", (1, 0)), ("dw", None)]
+    assert [(of, settings.padding) for of, settings in asked] == [("dw", (1, 0)), ("dw", (0, 0))]
 
 
 def test_the_faster_of_ours(ours, monkeypatch):

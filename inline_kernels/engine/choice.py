@@ -243,9 +243,9 @@ def stream_loses(
         ours += v / how.window * itemsize / bytes_a_time  # a tile's time is of what is small
     if how.alone:
         return None if ours < theirs else "the library's convolution is faster at such sizes"
-    theirs += (
-        how.packs * how.passes * PACKING_START + (how.passes * v + v / how.window) * itemsize / bytes_a_time
-    )
+    # Channels last the library may run the tail inside, and then no pass is launched behind it.
+    launches = how.passes * how.packs
+    theirs += launches * PACKING_START + (how.passes * v + v / how.window) * itemsize / bytes_a_time
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
     )

@@ -278,8 +278,7 @@ def _packed_obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None
 
 def _runs_tf32(segment, x: Tensor, weight: Tensor, of: str) -> bool:
     """Does eager? Of as many zeros before x as behind it."""
-    walk = mainloops.walk_of(segment, weight)
-    settings = precision.PLAIN_SETTINGS if walk.is_plain else precision.Settings(padding=walk.before)
+    settings = precision.Settings(padding=mainloops.walk_of(segment, weight).before)
     return precision.runs_tf32(x, weight, of, settings)
 
 

@@ -140,7 +140,7 @@ class Sinks(NamedTuple):
     prepared: Sequence[str]
     launch: Callable[[int, Sequence], tuple[list[str], list[str]]]
     beside: float = 1.0  # of sinks.MOST_BESIDE, as many take no longer beside what is stored than behind it
-    sums: int = 0  # instructions for which sums themselves count there
+    sums: int = 0  # beside what is stored sums themselves take so many instructions
 
 
 _limit = threading.local()

@@ -391,7 +391,7 @@ template <class Filter, class Around> struct PackedSizes {
 // dweight, of g in units, of which that many parts a value has (N, parts, kOut / 8, positions), and of x.
 template <class Build, class Around, class Scales>
 void of_units(const Out<typename Build::value_t>& dweight, const uint4* g, const Scales& scales,
-                   const In<typename Build::value_t>& x, const PackedSizes<typename Build::Filter, Around>& sizes, cudaStream_t stream) {
+              const In<typename Build::value_t>& x, const PackedSizes<typename Build::Filter, Around>& sizes, cudaStream_t stream) {
   using Filter = typename Build::Filter;
   using Operands = typename Build::Operands;
   using Target = typename Build::Target;
