@@ -62,6 +62,29 @@ class Smooth(nn.Module):
         return nn.functional.gelu(self.conv(x) * self.factor) - self.scale
 
 
+class Least(nn.Module):
+    """y = tanh(the least of conv(x) * scale over channels), whose backward needs which channel has it."""
+
+    def __init__(self, channels_in, channels, scale):
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(channels_in, channels, 3), scale
+
+    def forward(self, x):
+        return torch.tanh(torch.min(self.conv(x) * self.scale, dim=1, keepdim=True)[0])
+
+
+class Pooled(nn.Module):
+    """y = max_pool(tanh(conv(x) + factor)) * scale, whose backward needs the winner's place and v."""
+
+    def __init__(self, channels_in, channels, scale):
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(channels_in, channels, 3), scale
+        self.factor = nn.Parameter(torch.randn(channels, 1, 1))
+
+    def forward(self, x):
+        return nn.functional.max_pool2d(torch.tanh(self.conv(x) + self.factor), 2) * self.scale
+
+
 # Small sizes of the problems, by init_inputs and x's.
 SMALL = {
     "conv2d_min_add_multiply": ((16, 32, 3, 0.5, (32, 1, 1), 2.0), (2, 16, 9, 20)),
@@ -178,14 +201,15 @@ def by_our_own(gpu, on_the_cpu, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "Model, behind", [(Activated, False), (Smooth, False), (Smooth, True), (Normed, False)]
+    "Model, behind",
+    [(Activated, False), (Smooth, False), (Smooth, True), (Normed, False), (Least, False), (Pooled, False)],
 )
 def test_convolutions_of_our_own_in_the_emulation(Model, behind, by_our_own, monkeypatch):
     """y by one launcher, with what backward needs by another, or else v; running statistics as Model's; only for what they were chosen for."""
     launchers, names = by_our_own(Model, behind)
     assert {"forward", "forward_saving"} <= launchers.keys() and "v" not in launchers["forward"]
     assert ("convolve" in launchers) == (behind or Model is Normed)
-    assert ("v" in launchers["forward_saving"]) == (Model is not Activated)
+    assert ("v" in launchers["forward_saving"]) == (Model in (Smooth, Normed))
     names["check"]()
     ours, theirs, x = pair(names)
     with torch.no_grad():

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from . import (
     cases,
     choice,
     depthwise,
+    fronts,
     inside,
     library,
     load_plan,
@@ -47,9 +48,9 @@ from . import (
 from .algebra import reordered
 from .cases import Case
 from .graph import ELEMENTS, Node, order
-from .launching import Entry, Launch, new_of
+from .launching import Entry, Launch, new_of, picking
 from .mainloops import Job, Mainloop
-from .passes import Array, Program, Root, Unsupported, over_windows
+from .passes import Array, Program, Root, Unsupported
 from .scalars import SCALARS, compared, instructions
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
@@ -71,64 +72,6 @@ class Member(NamedTuple):
     is_tensor: bool
 
 
-class Front(NamedTuple):
-    """What the convolution's kernel computes. pooled: the reduction of windows inside it, or None where it is pointwise in v."""
-
-    node: Node
-    pooled: Node | None = None
-
-    @property
-    def takes(self) -> str:
-        return "windows" if self.pooled else "elements"
-
-    @property
-    def window(self) -> tuple[int | None, ...]:
-        return self.node.graph.levels[self.pooled.space.level].window
-
-    @property
-    def reduction(self) -> str:
-        if self.pooled.op == "sum":
-            return "pool::Sum"
-        return "pool::Largest" if self.pooled.args[1].attr[1] > 0 else "pool::Smallest"
-
-
-def _front(y: Node) -> Front:
-    """Raises Unsupported."""
-    if y.space == ELEMENTS:
-        return Front(y)
-    nodes = order([y])
-    pools = [
-        node for node in nodes if node.op != "pick" and over_windows(node) and node.args[0].space == ELEMENTS
-    ]
-    if len(pools) != 1:
-        raise Unsupported("the tail's result isn't of v's shape, or one pool's")
-    (pooled,) = pools
-    if not pooled.graph.levels[pooled.space.level].is_apart:
-        raise Unsupported("the pool's windows don't lie side by side")
-    behind = {pooled}  # what is pointwise in windows
-    for node in nodes:
-        if (
-            node.is_scalar_op
-            and node.space == pooled.space
-            and all(a in behind or a.space.small for a in node.args)
-        ):
-            behind.add(node)
-    used = {a for node in nodes if node not in behind for a in node.args if a in behind}
-    if y not in behind and len(used) != 1:
-        raise Unsupported("what follows the pool isn't pointwise in one value of its windows")
-    front = Front(y if y in behind else used.pop(), pooled)
-    if any(node.is_leaf("z") for node in order([y], [front.node])):
-        raise Unsupported("what follows the pool reads v, too")
-    return front
-
-
-def _count(node: Node) -> int | None:
-    """Of a window's positions, where it has the same in all."""
-    axis, level = node.attr
-    window = node.graph.levels[level].window if axis == "window" else (None,)
-    return None if None in window else math.prod(window)
-
-
 class Text(NamedTuple):
     """A tail as it is written. `members` in the launcher's order."""
 
@@ -147,7 +90,7 @@ _TAKEN = set(
 class _Writer:
     """Writes one tail: what is in front, as a function of v."""
 
-    def __init__(self, segment, front: Front, has_places: bool):
+    def __init__(self, segment, front: fronts.Front, has_places: bool):
         self.segment, self.front, self.has_places = segment, front, has_places and not front.pooled
         self.members: dict[str, Member] = {}
         self.names = set(_TAKEN)
@@ -191,7 +134,7 @@ class _Writer:
         for node in nodes:
             if node.op in ("spread", "detach", "const") or node.is_scalar_op or node is pooled:
                 continue
-            if node.op == "count" and _count(node) or pooled and node in pooled.args:
+            if node.op == "count" and fronts.count_of(node) or pooled and node in pooled.args:
                 continue
             if node.op != "leaf" or node.attr[1] == "drawn":
                 name = "dropout" if node.op == "leaf" else node.op
@@ -249,7 +192,7 @@ class _Writer:
 
     def _value(self, node: Node, known: dict[Node, str]) -> str:
         if node.op == "count":
-            return f"real({_count(node)})"
+            return f"real({fronts.count_of(node)})"
         if node.op == "const":
             return naming.literal(node.attr)
         return self._member(node).name if _is_number(node) else known[node]
@@ -301,11 +244,15 @@ class Stored(NamedTuple):
         return "Tail" if self.name == "y" else f"Tail_{self.name}"
 
 
-def _source(segment, mainloop: Mainloop, front: Front, results: Sequence[Stored]) -> str:
+def _source(
+    segment, mainloop: Mainloop, front: fronts.Front, results: Sequence[Stored], winners: Sequence[str] = ()
+) -> str:
+    """winners: of windows, results that have no text of their own."""
     members = _members(results)
     tensors = [f"In<{m.ctype}> {m.name}" for m in members if m.is_tensor]
     numbers = [f"double {m.name}" for m in members if not m.is_tensor]
     outputs = [f"Out<{each.ctype}> {each.name}" for each in results]
+    outputs += [f"Out<{ctype}> {name}" for ctype, name in zip(("uint8_t", "value_t"), winners)]
     parameters = [*outputs, "In<value_t> x", "In<value_t> weight", *tensors, *numbers]
     tails = {each.name: "tail" if each.name == "y" else f"tail_{each.name}" for each in results}
     made = []
@@ -314,7 +261,11 @@ def _source(segment, mainloop: Mainloop, front: Front, results: Sequence[Stored]
         made.append(f"  const {each.struct} {tails[each.name]}{{{', '.join(given)}}};")
     sinks = ", ".join(f"store::Strips<{each.ctype}, {each.struct}>" for each in results)
     stored = ", ".join(f"conv::Stored{{{name}, {tail}}}" for name, tail in tails.items())
-    launch = [line.replace("{sinks}", sinks).replace("{stored}", stored) for line in mainloop.launch]
+    words = {"{sinks}": sinks, "{stored}": stored, "{winners}": ", ".join(winners)}
+    launch = [
+        functools.reduce(lambda text, word: text.replace(*word), words.items(), line)
+        for line in mainloop.launch
+    ]
     pool = (
         f"using Pool = pool::Windows<{', '.join([front.reduction, *map(str, front.window)])}>;"
         if front.pooled
@@ -347,17 +298,18 @@ def _members(results: Sequence[Stored]) -> list[Member]:
 
 
 class Written(NamedTuple):
-    """A segment's source for a mainloop. Its launcher takes results (y; or what `front` is, where `rest` computes y from that; or y and what
-    backward needs), x, weight and `members`. rest: the passes behind, or where backward follows all of the schedule `load`. `own`: its text,
-    and `behind`, that of the others."""
+    """A segment's source for a mainloop. Its launcher takes results (y, or what `front` is, and what backward needs), x, weight and `members`. rest: the
+    passes behind, which compute the others; saving: where backward follows, the schedule `load`'s. `own`: its text, and `behind`, that of
+    the others."""
 
     mainloop: Mainloop
-    front: Front
+    front: fronts.Front
     own: str
     behind: str
     results: list[Array]
     members: list[Member]
     rest: programs.Composed | None
+    saving: programs.Composed | None = None
 
     @property
     def source(self) -> str:
@@ -385,7 +337,10 @@ def _write(segment, mainloop: Mainloop, exact_order: bool) -> Written:
     if front.takes != mainloop.takes:
         raise Unsupported(f"it takes {mainloop.takes}, not {front.takes}")
     text = _Writer(segment, front, mainloop.has_places).text()
-    rest = None if front.node is y else _rest(segment, y, front)
+    rest = None
+    if front.node is not y:
+        given = {front.node: Array("front", "real", front.node.space)}
+        rest = _rest(segment, [Root("y", y, y.space, "output")], given)
     result = Stored("y", "accumulate_t" if rest else "output_t", text)
     own = _source(segment, mainloop, front, [result])
     array = Array("y", "real" if rest else "output", front.node.space)
@@ -394,6 +349,8 @@ def _write(segment, mainloop: Mainloop, exact_order: bool) -> Written:
 
 def _write_saving(segment, mainloop: Mainloop, composed: programs.Composed) -> Written:
     """y and what backward reads at positions, which is pointwise in v, too; copies of parameters are nobody's kernel's."""
+    if mainloop.takes != "elements":
+        return _write_windows(segment, mainloop, composed)
     nodes = {root.name: root.node for root in composed.forward.roots}
     nodes["v"] = segment.graph.leaf("z", ELEMENTS, "z")
     arrays = [
@@ -403,19 +360,37 @@ def _write_saving(segment, mainloop: Mainloop, composed: programs.Composed) -> W
     known = all(_copied(nodes[array.name]) for array in composed.forward.kept)
     if len(arrays) > mainloop.most or not known or any(array.space != ELEMENTS for array in arrays):
         raise Unsupported("backward needs more than it stores")
-    if mainloop.takes != "elements":
-        raise Unsupported(f"it takes {mainloop.takes}, not elements")
     types = {"output": "output_t", **naming.TYPES, "real": "accumulate_t"}
     results = []
     for array in arrays:
         found = Stored(array.name, types[array.kind], Text([], []))
-        writer = _Writer(segment, Front(nodes[array.name]), mainloop.has_places)
+        writer = _Writer(segment, fronts.Front(nodes[array.name]), mainloop.has_places)
         results.append(found._replace(text=writer.text(found.struct)))
     named = {"backward": composed.backward_names}
     back = source.compose({"backward": composed.backward}, named, "cuda", "", turns=True)
-    front = Front(nodes["y"])
+    front = fronts.Front(nodes["y"])
     own = _source(segment, mainloop, front, results)
-    return Written(mainloop, front, own, back, arrays, _members(results), composed)
+    return Written(mainloop, front, own, back, arrays, _members(results), None, composed)
+
+
+def _write_windows(segment, mainloop: Mainloop, composed: programs.Composed) -> Written:
+    """What is in front of windows, and what backward needs of them."""
+    if any(array.name == "v" for array in composed.saved):
+        raise Unsupported("backward needs v")
+    found = fronts.of_windows(composed.forward.roots)
+    if len(found.results) > mainloop.most:
+        raise Unsupported("backward needs the winners of windows")
+    front, *winners = found.results
+    text = _Writer(segment, found.front, False).text()
+    result = Stored("y", "output_t" if front.name == "y" else "accumulate_t", text)
+    own = _source(segment, mainloop, found.front, [result], [array.name for array in winners])
+    left = [] if all(root.space.small and _copied(root.node) for root in found.left) else found.left
+    rest = _rest(segment, left, found.given, composed) if left else None
+    given, named = {"backward": composed.backward}, {"backward": composed.backward_names}
+    if rest:
+        given, named = given | {"rest": rest.forward}, named | {"rest": rest.forward_names}
+    behind = source.compose(given, named, "cuda", "", turns=True)
+    return Written(mainloop, found.front, own, behind, found.results, text.members, rest, composed)
 
 
 def _copied(node: Node) -> Node | None:
@@ -423,20 +398,26 @@ def _copied(node: Node) -> Node | None:
     return node.args[0] if node.op == "spread" and node.args[0].op == "leaf" and node.space.small else None
 
 
-def _fronted(y: Node, exact_order: bool) -> tuple[Node, Front]:
+def _fronted(y: Node, exact_order: bool) -> tuple[Node, fronts.Front]:
     """The result as it is written, and its front. Where rules would pool twice, it stays the model's."""
     if not exact_order:
         try:
             again = reordered([y])[0]
-            return again, _front(again)
+            return again, fronts.front_of(again)
         except Unsupported:
             pass
-    return y, _front(y)
+    return y, fronts.front_of(y)
 
 
-def _rest(segment, y: Node, front: Front) -> programs.Composed:
-    given = {front.node: Array("front", "real", front.node.space)}
-    program = Program(segment.graph, [Root("y", y, y.space, "output")], given, few_channels=False)
+def _rest(
+    segment, roots: list[Root], given: Mapping[Node, Array], saving: programs.Composed | None = None
+) -> programs.Composed:
+    """saving: of which those are some roots."""
+    few = saving.forward.few_channels if saving else False
+    program = Program(segment.graph, roots, given, few_channels=few)
+    if saving:
+        names = [root.name for root in roots]
+        program.kept = [array for array in saving.forward.kept if array.name in names]
     names = programs.names_of(segment, program)
     text = source.compose({"rest": program}, {"rest": names}, "cuda", "")
     return programs.Composed(text, program, names, None, None, [], {}, source.Own())
@@ -500,7 +481,8 @@ def check(case: Case, by_depth: bool = False) -> None:
 
 def _dtypes(written: Written, case: Case) -> list[torch.dtype]:
     """Of the results."""
-    of_kind = {"output": case.dtype, "value": case.x.dtype, "real": torch.float32, "mask": torch.uint8}
+    of_kind = {"output": case.dtype, "value": case.x.dtype, "real": torch.float32}
+    of_kind |= {"mask": torch.uint8, "byte": torch.uint8}
     return [of_kind[array.kind] for array in written.results]
 
 
@@ -523,8 +505,10 @@ def requests(case: Case) -> list[dict]:
 
 
 def alone(case: Case) -> tuple[dict, list[Array]]:
-    """What is built of its convolution with its results, and these: not what follows. Raises Unsupported."""
+    """What is built of its convolution with its results, and these: not backward. Raises Unsupported."""
     written = _chosen(case)
+    if written.rest:
+        raise Unsupported("another pass follows")
     return _build(written, case) | {"source": f"{written.own}\n"}, written.results
 
 
@@ -533,12 +517,13 @@ def describe(case: Case) -> str:
     names = [array.name for array in written.results[1:]]
     line = f"{written.mainloop.in_words(_job(written, case))}, the tail inside, "
     line += "v is stored beside" if "v" in names else "v is never written"
-    if written.rest is None:
-        return line
-    plan, rest = load_plan.Plan.of(case, written.rest), written.rest
-    if not case.saving:
-        return f"{line}, then {load_words.passes_in_words(plan, rest.forward, rest.forward_names)}"
-    return line + load_words.backward_in_words(plan, case.x, case.weight)
+    if rest := written.rest:
+        plan = load_plan.Plan.of(case, rest)
+        line += f", then {load_words.passes_in_words(plan, rest.forward, rest.forward_names)}"
+    if written.saving:
+        plan = load_plan.Plan.of(case, written.saving)
+        line += load_words.backward_in_words(plan, case.x, case.weight)
+    return line
 
 
 # ------------------------------------------------------------------------------------------------------------------ running
@@ -546,11 +531,14 @@ def describe(case: Case) -> str:
 
 @dataclass
 class Plan:
-    """`rest` computes y from the launcher's only result, or has backward. copies: of arguments, by number, in what forward saves behind the
-    launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last: does y lie channels last?"""
+    """`rest` computes what is left from the launcher's results, `pick` gives what forward returns, of what those and it make; `back` has backward. copies: of
+    arguments, by number, in what forward saves behind the launcher's results, of `room` doubles: the first of their own, and how many
+    numbers they have. last: does y lie channels last?"""
 
     launch: Launch
     rest: load_plan.Plan | None
+    back: load_plan.Plan | None
+    pick: Callable | None
     copies: Sequence[tuple[int, int, int]]
     room: int = 0
     last: bool = False
@@ -566,34 +554,43 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
     behind = [Entry(m.name, dtypes[m.ctype], m.argument) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
-    rest = load_plan.Plan.of(case, written.rest) if written.rest else None
-    if rest and saving:
-        rest.kernels, rest.convolution = kernels, library.Convolution.of(segment.conv, case.weight)
-    elif rest:
-        given = written.rest.forward, written.rest.forward_names, arguments
-        rest.launch = load_plan.launch_of(rest, kernels.rest, *given, ("front",), {"y": rest.shape})
-    whole = case.sizes.shape(written.front.node.space)
-    shape = [*whole[:2], *whole[5 - segment.graph.dimensions :]]
+    rest, back = (each and load_plan.Plan.of(case, each) for each in (written.rest, written.saving))
+    if back:
+        back.kernels, back.convolution = kernels, library.Convolution.of(segment.conv, case.weight)
+    pick = _set_rest(rest, written, kernels, arguments) if rest else None
+    shape = case.sizes.shape(written.front.node.space)
+    if written.results[0].name == "y":
+        shape = [*shape[:2], *shape[5 - segment.graph.dimensions :]]
     defines = request["defines"]
     turned = [0] * bool(defines.get("LAST")) + [weight_at] * bool(defines.get("WEIGHT_LAST"))
-    beside = [load_plan.shape_of(rest, rest.composed.forward, array) for array in written.results[1:]]
+    beside = [load_plan.shape_of(back, written.saving.forward, array) for array in written.results[1:]]
     made = zip(written.results, _dtypes(written, case), [shape, *beside])
     table = [Entry(array.name, kind, None, size) for array, kind, size in made]
     table[0] = table[0]._replace(last=bool(defines.get("RESULTS_LAST")))
     table += [Entry(name, x.dtype, at, last=at in turned) for name, at in (("x", 0), ("weight", weight_at))]
     bind = functools.partial(kernels.forward.bound, *numbers, trusting=True, new=new_of(table))
     launch = Launch(bind, [*table, *behind], arguments)
-    return Plan(launch, rest, *_copies(segment, rest if saving else None), table[0].last)
+    return Plan(launch, rest, back, pick, *_copies(segment, None if rest else back), table[0].last)
 
 
-def _copies(segment, rest: load_plan.Plan | None) -> tuple[list[tuple[int, int, int]], int]:
+def _set_rest(rest: load_plan.Plan, written: Written, kernels, arguments: Sequence) -> Callable:
+    """Its launch, of the launcher's results; gives what picks y, and what is saved, of those and what it makes."""
+    given = ["front" if array.name == "y" else array.name for array in written.results]
+    program = written.rest.forward, written.rest.forward_names
+    rest.launch = load_plan.launch_of(rest, kernels.rest, *program, arguments, given, {"y": rest.shape})
+    names = [*given, *rest.launch.made]
+    saved = written.saving.saved if written.saving else ()
+    return picking([names.index(name) for name in ("y", *[array.name for array in saved])])
+
+
+def _copies(segment, back: load_plan.Plan | None) -> tuple[list[tuple[int, int, int]], int]:
     found, room = [], 0
-    if rest is None:
+    if back is None:
         return found, room
-    program = rest.composed.forward
+    program = back.composed.forward
     parameters = {root.name: _copied(root.node) for root in program.roots}
     for array in program.kept:
-        count = math.prod(load_plan.shape_of(rest, program, array))
+        count = math.prod(load_plan.shape_of(back, program, array))
         found.append((segment.tensors.index(parameters[array.name].attr[0]), room, count))
         room += (4 * count + 15) // 16 * 2
     return found, room
@@ -602,10 +599,10 @@ def _copies(segment, rest: load_plan.Plan | None) -> tuple[list[tuple[int, int, 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
     found = plan.launch.run(arguments)
+    if plan.rest:
+        return plan.pick([*found, *plan.rest.launch.run(arguments, *found)])
     if plan.last:
         return found
-    if plan.rest and not plan.rest.saving:
-        return plan.rest.launch.run(arguments, found[0])[:1]
     if plan.copies:
         found.append(arguments[0].new_empty(plan.room, dtype=torch.float64))
     for i, first, count in plan.copies:
@@ -615,11 +612,11 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
 
 def backward(plan: Plan, *given) -> list[Tensor | None]:
     """As schedule.backward, which starts from what was stored."""
-    return schedule.backward(plan.rest, *given)
+    return schedule.backward(plan.back, *given)
 
 
 def spends(plan: Plan) -> bool:
-    return schedule.spends(plan.rest)
+    return schedule.spends(plan.back)
 
 
 saved = schedule.saved  # the shapes and dtypes of what is kept

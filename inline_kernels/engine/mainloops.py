@@ -189,7 +189,7 @@ class Mainloop(NamedTuple):
         if job.last and not own and (not self.walks or job.window > 1):
             return STAYS_LAST
         if (reason := self.obstacle(job)) is None and len(job.dtypes) > 1 and not choice.is_silent():
-            moved = 4 if torch.float32 in job.dtypes[1:] else 8  # is v stored anyway?
+            moved = 4 if torch.float32 in job.dtypes[1:] and job.window == 1 else 8  # is v stored anyway?
             scale = tiling.device_properties(x.device.index).scale
             if choice.inside_loses(choice.SECOND, job.instructions, moved, scale):
                 return SLOWER_INSIDE
@@ -234,7 +234,7 @@ def _rows_shared(job: Job, tiles: int) -> int:
     largest = max(job.x.element_size(), *itemsizes)
 
     def of_pass(sinks: Sequence) -> int:
-        words = sum(1 + (sink.reduction == "reduce::LogSumExp") for sink in sinks if sink.kind == "channels")
+        words = sum(sink.words for sink in sinks if sink.kind == "channels")
         return tiling.sinks_shared(weight, tiles, words, [largest for sink in sinks if sink.kind == "store"])
 
     return max(of_pass(sinks) for sinks in job.sinks)
@@ -264,11 +264,13 @@ def _windows_obstacle(job: Job) -> str | None:
     window = job.front.window
     if None in window or min(window) < 2 or max(window) > 8:
         return "windows have 2 to 8 rows and columns"
-    return tiling.rows_obstacle(job.x, job.weight, tiling.windows_shared(job.weight, window[1]))
+    return tiling.rows_obstacle(
+        job.x, job.weight, tiling.windows_shared(job.weight, window[1], len(job.dtypes))
+    )
 
 
 def _windows_defines(job: Job) -> dict:
-    planned = {"ROWS_SHARED": tiling.windows_shared(job.weight, job.front.window[1])}
+    planned = {"ROWS_SHARED": tiling.windows_shared(job.weight, job.front.window[1], len(job.dtypes))}
     long_rows = {"LONG_ROWS": int(job.x.shape[3] > tiling.COLUMNS)}
     return tiling.spatial_defines(job.weight.shape) | long_rows | planned
 
@@ -540,7 +542,7 @@ def _stream_of(dimensions: int, takes: str) -> Mainloop:
         launch=[walk_text(dimensions), f"conv::streamed<{kind}{pool}>(x, weight, walk, stream, {{stored}});"],
         obstacle=_stream_obstacle,
         defines=_stream_defines,
-        most=2,
+        most=1 if pool else 2,
         walks=True,
         sinks=None if pool else _STREAM_SINKS,
     )
@@ -584,12 +586,14 @@ MAINLOOPS = (
         declared=_FILTER,
         launch=[
             "using Tile = pool::PooledTile<Filter, Pool, LONG_ROWS>;",
-            'static_assert(conv::narrow2d::kShared<Tile, pool::Pooled<output_t, Pool, Tail>> == ROWS_SHARED, "as it is planned");',
-            "pool::pooled<Filter, Pool, LONG_ROWS>(y, x, weight, tail, stream);",
+            "const auto winners = pool::winners({winners});",
+            'static_assert(conv::narrow2d::kShared<Tile, pool::Pooled<output_t, Pool, Tail, std::decay_t<decltype(winners)>>> == ROWS_SHARED, "as it is planned");',
+            "pool::pooled<Filter, Pool, LONG_ROWS>(y, x, weight, tail, stream, winners);",
         ],
         obstacle=_windows_obstacle,
         defines=_windows_defines,
         has_places=False,
+        most=3,
         is_exact=True,
     ),
     Mainloop(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from . import direct, naming
+from . import direct, fronts, naming
 from .graph import ELEMENTS, ONE, Node, down_to, order, walk
 from .passes import Array, Key, Program, Unsupported, over_channels
 from .scalars import instructions
@@ -21,7 +21,7 @@ class Writer(direct._Writer):
     def __init__(
         self, segment, node: Node, has_places: bool, arrays: Mapping[Node, Array], given: Mapping[Node, str]
     ):
-        super().__init__(segment, direct.Front(node), has_places)
+        super().__init__(segment, fronts.Front(node), has_places)
         self.arrays, self.given = arrays, given
 
     def tail(self, name: str) -> list[str]:
@@ -30,25 +30,42 @@ class Writer(direct._Writer):
         channel, fields = self._channel([n for n in nodes if n.space.small], self._kept(nodes))
         return self._struct(name, [*channel, *self._function("operator()", "v", fields, self.front.node)])
 
-    def after(self, name: str) -> list[str]:
-        """Of a reduction."""
+    def after(self, name: str, kept: Mapping[Node, Array]) -> list[str]:
+        """Of a reduction. kept: what a winner gives beside it, and where that goes."""
         known = dict(self.given)
-        nodes = self._nodes()
-        if any(n.space.small and n.space != ONE for n in nodes):
-            raise Unsupported("what follows a reduction over channels hangs on the sample")
-        lines = self._lines([n for n in nodes if n not in known], known)
+        lines = self._behind(self.front.node, known)
         body = [
             "  __device__ __forceinline__ float operator()(float value, int64_t) const {",
             *[f"    {line}" for line in lines],
             f"    return {known[self.front.node]};",
             "  }",
         ]
+        if kept:
+            body = [f"  {naming.TYPES[array.kind]}* {array.name};" for array in kept.values()] + body
+            body += self._keep(kept)
         return self._struct(name, body)
 
-    def _nodes(self) -> list[Node]:
-        """All that is computed here, operands first."""
+    def _keep(self, kept: Mapping[Node, Array]) -> list[str]:
+        known, lines = dict(self.given), []
+        for node, array in kept.items():
+            lines += self._behind(node, known)
+            lines.append(f"{array.name}[at] = {naming.TYPES[array.kind]}({known[node]});")
+        return [
+            "  __device__ __forceinline__ void keep(float value, int channel, int64_t at) const {",
+            *[f"    {line}" for line in lines],
+            "  }",
+        ]
+
+    def _behind(self, node: Node, known: dict[Node, str]) -> list[str]:
+        nodes = self._nodes(node)
+        if any(n.space.small and n.space != ONE for n in nodes):
+            raise Unsupported("what follows a reduction over channels hangs on the sample")
+        return self._lines([n for n in nodes if n not in known], known)
+
+    def _nodes(self, node: Node | None = None) -> list[Node]:
+        """All that is computed here, of what is in front or that one, operands first."""
         known = {*self.given, *self.arrays}
-        nodes = walk([self.front.node], lambda node: () if node in known else node.args)
+        nodes = walk([node or self.front.node], lambda node: () if node in known else node.args)
         for node in nodes:
             if node in known:
                 continue
@@ -98,6 +115,11 @@ class Sink(NamedTuple):
     def what(self) -> str:
         return f"reduce::Of{self.kind.title()}"
 
+    @property
+    def words(self) -> int:
+        """Of what a reduction has of one position."""
+        return 1 if self.reduction in REDUCTIONS.values() else 2
+
 
 REDUCTIONS = {("pick", 1): "reduce::Max", ("pick", -1): "reduce::Min", ("sum", None): "reduce::Sum"}
 
@@ -112,27 +134,40 @@ class Pass:
         self.sinks: list[Sink] = []
         self.instructions = 0  # that its tails take, about, of an element
 
-    def add(self, key: Key) -> None:
-        node, array = key.source, self.program.arrays[key]
-        if key.what == "value" and not array.space.c:
-            self._channels(node, array)
-        elif key.what == "value" and array.space != ELEMENTS:
-            raise Unsupported("values of windows")
-        else:
-            self.store(node, array, {"value": "store", "moments": "moments", "sums": "sums"}[key.what])
+    def add(self, keys: Sequence[Key]) -> None:
+        """The pass's targets."""
+        of_channels: dict[Node, Array] = {}
+        for key in keys:
+            node, array = key.source, self.program.arrays[key]
+            if key.what == "value" and not array.space.c:
+                of_channels[node] = array
+            elif key.what == "value" and array.space != ELEMENTS:
+                raise Unsupported("values of windows")
+            else:
+                self.store(node, array, {"value": "store", "moments": "moments", "sums": "sums"}[key.what])
+        if of_channels:
+            self._channels(of_channels)
 
     def store(self, node: Node, array: Array, kind: str = "store") -> None:
         if node.space != ELEMENTS:
             raise Unsupported(f"values that vary along {node.space}")
         self.sinks.append(Sink(kind, array, self._tail(node)))
 
-    def _channels(self, node: Node, array: Array) -> None:
-        if node.space.level != "e":
+    def _channels(self, found: Mapping[Node, Array]) -> None:
+        """A value, and where there are more, what its winner gives."""
+        if any(node.space.level != "e" for node in found):
             raise Unsupported("reductions of windows over channels")
+        node, *others = sorted(found, key=lambda node: node.op == "pick")
         reduced, of, kind = _reduction(node)
-        after, name = self._writer(node, {reduced: "value"}), f"After{self.number}"
-        self._keep(name, after, after.after(name))
-        self.sinks.append(Sink("channels", array, self._tail(of), kind, name))
+        given = {reduced: "value"}
+        if others:
+            if reduced.op != "take" or any(_winner(each) is not reduced.args[1] for each in others):
+                raise Unsupported("several reductions over channels in one pass")
+            given, kind = given | {reduced.args[1]: "channel"}, f"reduce::Winner<{kind}>"
+        after, name = self._writer(node, given), f"After{self.number}"
+        self._keep(name, after, after.after(name, kept := {each: found[each] for each in others}))
+        self.given[name] += [array.name for array in kept.values()]
+        self.sinks.append(Sink("channels", found[node], self._tail(of), kind, name))
 
     def _tail(self, node: Node) -> str:
         itself = node.args[0] if node.op == "spread" and node.args[0].space == node.space else node
@@ -175,6 +210,11 @@ def _reduction(node: Node) -> tuple[Node, Node, str]:
     if reduced.op != "take" or reduced.args[1].args[0] is not reduced.args[0]:
         raise Unsupported(f"{reduced.op} over channels")
     return reduced, reduced.args[0], REDUCTIONS["pick", reduced.args[1].attr[1]]
+
+
+def _winner(node: Node) -> Node:
+    """The pick that it hangs on alone."""
+    return node if node.op == "pick" else _reduction(node)[0].args[-1]
 
 
 def _logsumexp(node: Node) -> tuple[Node, Node] | None:

@@ -9,7 +9,8 @@ behind them, y itself. Where several passes read v,
 
 The cheaper one runs, by the time that products take and bytes take (`_recomputes`). Small values between passes are computed as `load` does.
 
-Where backward follows, which needs v, the schedule `stored` has the first pass done beside it (`beside_v`).
+Where backward follows, forward makes what `load`'s makes: here, if backward doesn't need v (of a reduction over channels it needs the winner alone); else
+the schedule `stored` has the first pass done beside v (`beside_v`). Backward is `load`'s.
 """
 
 from __future__ import annotations
@@ -24,16 +25,28 @@ from torch import Tensor
 
 import inline_loader
 
-from . import cases, choice, direct, mainloops, naming, programs, source, tiling
+from . import (
+    cases,
+    choice,
+    direct,
+    load_plan,
+    load_words,
+    mainloops,
+    naming,
+    programs,
+    schedule,
+    source,
+    tiling,
+)
 from .algebra import reordered, statistics_of_v
 from .cases import Case
 from .graph import ELEMENTS, order
-from .launching import Entry, Launch, new_of
+from .launching import Entry, Launch, new_of, picking
 from .mainloops import Job, local
 from .passes import Array, Key, Planes, Program, Root, Small, Unsupported
 from .sink_text import Pass, Sink
 
-__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
 
 BY_SIZES = True
 BYTES_A_SECOND = 4.3e12  # an H200's, as rates are
@@ -114,13 +127,20 @@ class _Composer:
             self._store()
 
     def _save(self) -> None:
-        """The passes of load's forward, of which the first that reads v writes it."""
-        ahead, self.stored = self.saving.forward, self.graph.leaf("z", ELEMENTS, "z")
+        """The passes of load's forward, of which the first that reads v writes it, if backward needs it."""
+        ahead, self.stored = self.saving.forward, None
         self.roots = ahead.roots
         self.program = Program(self.graph, self.roots, {}, ahead.few_channels, joins=True)
         self.reading = self._texts()
-        if not self.reading or all(array.name != "v" for array in self.saving.saved):
-            raise Unsupported("backward doesn't need v")
+        if not self.reading:
+            raise Unsupported("the tail doesn't read v")
+        needed = any(array.name == "v" for array in self.saving.saved)
+        if self.stores != needed:
+            raise Unsupported("backward needs v, which is not kept" if needed else "backward doesn't need v")
+        if not needed and len(self.reading) > 1:
+            raise Unsupported("several passes read v")
+        if needed:
+            self.stored = self.graph.leaf("z", ELEMENTS, "z")
 
     def _texts(self) -> list[int]:
         """Texts of all passes as `load` has them; the numbers of those that read v."""
@@ -155,8 +175,7 @@ class _Composer:
             if not isinstance(self.program.passes[i], Planes) or self.program.passes[i].level != "e":
                 raise Unsupported("a pass over windows reads v")
             parts[i] = own = Pass(self.segment, self.program, i, self.mainloop.has_places)
-            for key in self.program.passes[i].targets:
-                own.add(key)
+            own.add(self.program.passes[i].targets)
             if self.stored is not None and self.stored.op == "leaf":
                 own.store(self.stored, Array("stored", "value", ELEMENTS))
             if len(own.sinks) > self.convolving.most:
@@ -175,7 +194,7 @@ class _Composer:
         arrays, kept = self.program.arrays, self._kept()
         results = [arrays[Key("value", root.node)] for root in self.program.roots if root.name != "stored"]
         results = [a for a in results if a not in kept] + [naming.KEPT] * bool(kept)
-        results += [Array("v", "value", ELEMENTS)] * bool(self.saving)
+        results += [Array("v", "value", ELEMENTS)] * bool(self.saving and self.stores)
         structs, planned, locals_, body = [], [], [], []
         for i in range(len(self.program.passes)):
             if i not in parts:
@@ -279,7 +298,7 @@ class _Composer:
             for next_, arrays in (("next", made), ("next_kept", kept))
             for a in arrays
         ]
-        if self.saving:
+        if self.saving and self.stores:
             lines.append("value_t* const stored = v;")
         elif self.stores:
             in_place = self._in_place()
@@ -395,25 +414,27 @@ def _recomputes(case: Case, mainloop, passes: Sequence[Pass], stores: bool) -> b
 
 def _chosen(case: Case):
     """(mainloop, Composed) of the first mainloop that can run it. Raises Unsupported."""
-    if case.saving:
-        raise Unsupported("backward needs v, which is not kept")
-    return _first(case, functools.partial(chosen, case))
+    return _saving(case, False) if case.saving else _first(case, functools.partial(chosen, case))
 
 
 def beside_v(case: Case):
     """(mainloop, Composed) of the first mainloop that can do the first pass beside v, which it writes, as load's forward returns both. Raises
     Unsupported."""
+    return _saving(case, True)
+
+
+def _saving(case: Case, stores: bool):
     if not case.x.dtype == case.dtype == torch.float32:
-        raise Unsupported("v isn't written in 16 bits")
-    if case.turns_y:
-        raise Unsupported("passes turn y on the way")
+        raise Unsupported("backward needs what hangs on v as the library rounds it")
+    if case.turns_y or case.stays_last:
+        raise Unsupported("passes turn y on the way, or it lies channels last")
     saving = programs.composed_of(case.segment, programs.kind_for(case))
 
     def made(mainloop) -> Composed:
-        if mainloop.walks:
+        if stores and mainloop.walks:
             raise Unsupported("it may be slower than the library")
-        found = composed(case.segment, mainloop, case.exact_order, True, saving)
-        if _is_better_behind(case, mainloop, *found.parts.values()):
+        found = composed(case.segment, mainloop, case.exact_order, stores, saving)
+        if stores and _is_better_behind(case, mainloop, *found.parts.values()):
             raise Behind
         return found
 
@@ -454,19 +475,39 @@ def build(mainloop, found: Composed, case: Case) -> dict:
 
 
 def requests(case: Case) -> list[dict]:
-    return [build(*_chosen(case), case)]
+    own = build(*_chosen(case), case)
+    return [own, *schedule.requests(_in_planes(case))] if case.saving else [own]
+
+
+def alone(case: Case) -> tuple[dict, list[Array]]:
+    """What is built where backward follows, with its results. Raises Unsupported."""
+    mainloop, found = _saving(case, False)
+    if naming.KEPT in found.results:
+        raise Unsupported("small values are kept, too")
+    return build(mainloop, found, case), found.results
 
 
 def describe(case: Case) -> str:
     mainloop, found = _chosen(case)
-    return f"{mainloop.name}: {found.line}"
+    line = f"{mainloop.name}: {found.line}"
+    if not case.saving:
+        return line
+    behind = load_plan.Plan.of(_in_planes(case))
+    return line + load_words.backward_in_words(behind, case.x, case.weight)
+
+
+def _in_planes(case: Case) -> Case:
+    """For `load`, which finds all in planes."""
+    return case._replace(last=False, in_planes=True)
 
 
 # ------------------------------------------------------------------------------------------------------------------ running
 
 
-def plan(case: Case) -> Launch:
+def plan(case: Case) -> Launch | load_plan.Plan:
     """Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
+    if case.saving:
+        return plan_saving(_in_planes(case), *_chosen(case))
 
     def entry(array: Array, place: int | None) -> Entry:
         kind = case.dtype if array.name == "y" else torch.float32
@@ -495,13 +536,20 @@ def launch_of(case: Case, mainloop, found: Composed, entry: Callable[[Array, int
     return Launch(bind, table, arguments, number=at["seed"] + 1 if found.random else None)
 
 
-def forward(plan: Launch, arguments: Sequence) -> list[Tensor]:
-    """y."""
-    return plan.run(arguments)
+def plan_saving(case: Case, mainloop, found: Composed) -> load_plan.Plan:
+    """load's, whose forward that launcher stands for."""
+    plan = schedule.plan(case, own=lambda *_: None)  # which is not called
+    launch = launch_of(case, mainloop, found, lambda array, place: load_plan.entry_of(plan, array, place))
+    pick = picking(
+        [launch.made.index(name) for name in ("y", *[array.name for array in plan.composed.saved])]
+    )
+    plan.instead = lambda arguments, _: pick(launch.run(arguments))
+    return plan
 
 
-def saved(*given) -> list:
-    raise Unsupported("nothing is kept for backward")
+def forward(plan: Launch | load_plan.Plan, arguments: Sequence) -> list[Tensor]:
+    """y, and what backward needs."""
+    return plan.run(arguments) if isinstance(plan, Launch) else schedule.forward(plan, arguments)
 
 
-backward = saved
+backward, saved, spends = schedule.backward, schedule.saved, schedule.spends

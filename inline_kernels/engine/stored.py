@@ -11,7 +11,6 @@ from . import direct, load_plan, programs, schedule, sinks
 from .between import KEPT
 from .cases import Case
 from .graph import ELEMENTS, Graph
-from .launching import picking
 from .schedule import Unsupported, backward, forward, saved, spends
 from .segment import Segment
 
@@ -94,19 +93,7 @@ def describe(case: Case) -> str:
 def plan(case: Case) -> load_plan.Plan:
     behind = _behind(case)
     if beside := _beside(case):
-        return _with_the_first_pass(behind, *beside)
+        return sinks.plan_saving(behind, *beside)
     by = convolving(case)
     own = by.plan(alone(case))
     return schedule.plan(behind, own=lambda x, weight: by.forward(own, (x, weight))[0])
-
-
-def _with_the_first_pass(case: Case, mainloop, found: sinks.Composed) -> load_plan.Plan:
-    plan = schedule.plan(case, own=lambda *_: None)  # which is not called: `instead` stands for all
-    launch = sinks.launch_of(
-        case, mainloop, found, lambda array, place: load_plan.entry_of(plan, array, place)
-    )
-    pick = picking(
-        [launch.made.index(name) for name in ("y", *[array.name for array in plan.composed.saved])]
-    )
-    plan.instead = lambda arguments, _: pick(launch.run(arguments))
-    return plan

@@ -236,9 +236,10 @@ def sinks_shared(weight: Tensor, tiles: int, words: int, itemsizes: Sequence[int
     return rows_shared(weight, tiles, 0, *itemsizes) + _TEAMS * reduced
 
 
-def windows_shared(weight: Tensor, width: int) -> int:
-    """The same where windows so wide are pooled: in place of results what waits for its windows, in float32."""
-    return strips_shared(weight.shape[1], weight.shape[2], width, False)
+def windows_shared(weight: Tensor, width: int, results: int) -> int:
+    """The same where windows so wide are pooled: in place of results what waits for its windows, in float32; of three results, or two, the winner's v
+    and its place, too, or that alone."""
+    return strips_shared(weight.shape[1], weight.shape[2], width, (4, 5, 9)[results - 1])
 
 
 def _row_bytes(channels: int, tiles: int = 1) -> int:
@@ -249,7 +250,7 @@ def _row_bytes(channels: int, tiles: int = 1) -> int:
 def strips_fit(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> bool:
     """Is there room for what the kernels keep in shared memory, and, where `saving`, for what they then keep for backward?"""
     room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
-    return strips_shared(weight.shape[1], weight.shape[2], pool[1], saving) <= room
+    return strips_shared(weight.shape[1], weight.shape[2], pool[1], 5 if saving else 4) <= room
 
 
 def input_columns(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> int:
@@ -266,7 +267,7 @@ def strips_defines(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: boo
         "LONG_ROWS": int(x.shape[3] > COLUMNS),
         "SAVING": int(saving),
     }
-    dynamic = strips_shared(weight.shape[1], weight.shape[2], pool[1], saving)
+    dynamic = strips_shared(weight.shape[1], weight.shape[2], pool[1], 5 if saving else 4)
     return defines | {"STATIC_SHARED": _STRIPS_STATIC_SHARED, "STRIPS_SHARED": dynamic}
 
 
@@ -281,12 +282,12 @@ def _pooled_defines(weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
     return spatial_defines(weight.shape) | {"POOL_H": pool[0], "POOL_W": pool[1]}
 
 
-def strips_shared(channels: int, kh: int, pool_width: int, saving: bool) -> int:
-    """Bytes of dynamic shared memory. Of each team: kh + 1 rows of x; and the maxima that wait for their windows, of two neighbours where no window parts them, in float32,
-    with a byte that says where each is from."""
+def strips_shared(channels: int, kh: int, pool_width: int, size: int) -> int:
+    """Bytes of dynamic shared memory. Of each team: kh + 1 rows of x; and the maxima that wait for their windows, of two neighbours where no window parts them, of so many
+    bytes: in float32, and where it is from."""
     row = _row_bytes(channels)
     kept = 1 if pool_width % 2 == 0 else 2
-    return _TEAMS * ((kh + 1) * row + _CHANNELS * (COLUMNS // 2 + 4) * kept * (5 if saving else 4))
+    return _TEAMS * ((kh + 1) * row + _CHANNELS * (COLUMNS // 2 + 4) * kept * size)
 
 
 def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -> int:

@@ -47,6 +47,7 @@ from inline_kernels.engine import (
     mainloops,
     programs,
     schedule,
+    sinks,
     stored,
     tiling,
 )
@@ -250,9 +251,11 @@ def _faster(fast: nn.Module, segment: Segment, x: torch.Tensor, plan: load_plan.
     if decision.runs in ("direct", "sinks") and not segment.random:  # whose launchers always drop
         found["forward"] = dict(decision.requests[0])
     case = cases.Case(segment, (library.without_memory(weight, shape, x.dtype), weight), True, x.dtype)
-    with contextlib.suppress(schedule.Unsupported):
-        request, results = direct.alone(case)
-        found["forward_saving"] = request | {"source": _saving(request["source"], results, plan)}
+    for by in (direct, sinks):
+        with contextlib.suppress(schedule.Unsupported):
+            request, results = by.alone(case)
+            found["forward_saving"] = request | {"source": _saving(request["source"], results, plan)}
+            break
     with contextlib.suppress(schedule.Unsupported):
         (request,) = stored.convolving(case).requests(stored.alone(case))
         found["convolve"] = request | {"source": _convolving(request["source"])}
@@ -295,12 +298,11 @@ def _saving(text: str, results: Sequence[Array], plan: load_plan.Plan) -> str:
     """The source of a convolution that stores y and more, whose launcher makes the copies of parameters, too, that backward needs."""
     structs = re.findall(r"^struct (\w+)", text, flags=re.M)
     text = _renamed(text, {each: f"{each}_saving" for each in structs} | {"forward": "forward_saving"})
-    sizes, name = plan.sizes, "forward_saving"
-    count = sizes.C * sizes.positions("e")
+    sizes, name, program = plan.sizes, "forward_saving", plan.composed.forward
     for array in results:
         if array.name not in ("y", "v"):
+            count = math.prod(load_plan.shape_of(plan, program, array)) // sizes.N
             text += f"\nEXPORT int64_t {array.name}_size(In<value_t> x) {{ return x.size(0) * {count}; }}\n"
-    program = plan.composed.forward
     copied = [array.name for array in program.kept]
     if not copied:
         return text

@@ -7,11 +7,12 @@
 
 namespace reduce {
 
-// Reductions: what is made of one value; what two such make; the result. NaN, infinities as PyTorch's.
+// Reductions: what is made of one value, a channel's; what two such make; the result. NaN, infinities as PyTorch's.
 struct Sum {
   using Partial = float;
+  static constexpr bool kHasWinner = false;
   static __device__ __forceinline__ Partial nothing() { return 0.f; }
-  static __device__ __forceinline__ Partial of(float value) { return value; }
+  static __device__ __forceinline__ Partial of(float value, int) { return value; }
   static __device__ __forceinline__ Partial merge(Partial a, Partial b) { return a + b; }
   static __device__ __forceinline__ float result(Partial p) { return p; }
 };
@@ -23,12 +24,32 @@ struct Min : Sum {
   static __device__ __forceinline__ Partial nothing() { return INFINITY; }
   static __device__ __forceinline__ Partial merge(Partial a, Partial b) { return tensor_core::min_nan(a, b); }
 };
+// Of Max or Min: the result, and the first channel that has it.
+template <class Extreme> struct Winner {
+  struct Partial {
+    float value;
+    int channel;
+  };
+  static constexpr bool kHasWinner = true;
+  static __device__ __forceinline__ Partial nothing() { return {Extreme::nothing(), 1 << 30}; }
+  static __device__ __forceinline__ Partial of(float value, int channel) { return {value, channel}; }
+  // Is a the better one, or NaN? Not where they are equal, or both NaN.
+  static __device__ __forceinline__ bool beats(float a, float b) {
+    return b == b && (a != a || (a != b && Extreme::merge(a, b) == a));
+  }
+  static __device__ __forceinline__ Partial merge(const Partial& a, const Partial& b) {
+    const bool first = beats(a.value, b.value) || (!beats(b.value, a.value) && a.channel < b.channel);
+    return first ? a : b;
+  }
+  static __device__ __forceinline__ float result(const Partial& p) { return p.value; }
+};
 struct LogSumExp {
+  static constexpr bool kHasWinner = false;
   struct Partial {  // Σ exp(value - most); most is never NaN
     float most, sum;
   };
   static __device__ __forceinline__ Partial nothing() { return {-INFINITY, 0.f}; }
-  static __device__ __forceinline__ Partial of(float value) {
+  static __device__ __forceinline__ Partial of(float value, int) {
     return value == value ? Partial{value, 1.f} : Partial{-INFINITY, value};
   }
   // exp(value - most) of a value that is no larger; also of two infinities.
@@ -45,8 +66,8 @@ struct LogSumExp {
 // Of several at once.
 template <class Reduction> struct Merging {
   using Partial = typename Reduction::Partial;
-  static __device__ __forceinline__ Partial two(float a, float b) {
-    return Reduction::merge(Reduction::of(a), Reduction::of(b));
+  static __device__ __forceinline__ Partial two(float a, float b, int of_a, int of_b) {
+    return Reduction::merge(Reduction::of(a, of_a), Reduction::of(b, of_b));
   }
   template <int kCount> static __device__ __forceinline__ Partial all(const Partial (&p)[kCount]) {
     Partial found = p[0];
@@ -58,7 +79,7 @@ template <class Reduction> struct Merging {
 template <> struct Merging<LogSumExp> {
   using Partial = LogSumExp::Partial;
   // One exponential: of NaN it is NaN.
-  static __device__ __forceinline__ Partial two(float a, float b) {
+  static __device__ __forceinline__ Partial two(float a, float b, int, int) {
     const float apart = a == b ? 0.f : -fabsf(a - b), most = fmaxf(a, b);
     return {most == most ? most : -INFINITY, 1.f + math::fast_exp2(apart * 1.44269504f)};
   }
@@ -93,10 +114,10 @@ template <class Partial, int kRows, int kPositions> struct Meeting {
   }
 };
 
-// A warp's values of 16 channels, of which so many exist, at 8·kTiles positions (core/sinks.cuh) meet in a room: two
+// A warp's values of 16 channels from `first` on, of which so many exist, at 8·kTiles positions (core/sinks.cuh) meet in a room: two
 // channels each, behind one another.
 template <class Reduction, int kTiles, class Room>
-__device__ __forceinline__ void meet(Room& room, const float (&values)[kTiles][4], int channels) {
+__device__ __forceinline__ void meet(Room& room, const float (&values)[kTiles][4], int first, int channels) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   __syncwarp();  // what was there has been read
 #pragma unroll
@@ -104,8 +125,8 @@ __device__ __forceinline__ void meet(Room& room, const float (&values)[kTiles][4
     typename Reduction::Partial both[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      both[i] = Merging<Reduction>::two(values[j][i], values[j][2 + i]);
-      if (g + 8 >= channels) both[i] = g < channels ? Reduction::of(values[j][i]) : Reduction::nothing();
+      both[i] = Merging<Reduction>::two(values[j][i], values[j][2 + i], first + g, first + g + 8);
+      if (g + 8 >= channels) both[i] = g < channels ? Reduction::of(values[j][i], first + g) : Reduction::nothing();
     }
     room.put(g, j * 8 + 2 * t, both[0], both[1]);
   }
@@ -115,6 +136,13 @@ __device__ __forceinline__ void meet(Room& room, const float (&values)[kTiles][4
 struct AsItIs {
   __device__ __forceinline__ float operator()(float value, int64_t) const { return value; }
 };
+
+// Writes what becomes of a reduction at an element of y; of a winner all that is wanted: after.keep(value, channel, at).
+template <class Reduction, class T, class After>
+__device__ __forceinline__ void write(T* y, const After& after, const typename Reduction::Partial& all, int64_t at) {
+  y[at] = T(after(Reduction::result(all), at));
+  if constexpr (Reduction::kHasWinner) after.keep(all.value, all.channel, at);
+}
 
 // y (N, positions) = after(reduction over the channels of tail(v, channel, at), at of y) one by one (conv/exact.cuh).
 // Where there are `partial` values of several blocks, the first has all.
@@ -131,9 +159,9 @@ template <class Values, class T, class Reduction, class Tail, class After> struc
 #pragma unroll 1
     for (int c = 0; c < Values::kOut; c++) {
       const int64_t at = (n * Values::kOut + c) * v.positions() + i;
-      all = Reduction::merge(all, Reduction::of(conv::tail_of(tail, v(n, c, i), tail.channel(n, c), at)));
+      all = Reduction::merge(all, Reduction::of(conv::tail_of(tail, v(n, c, i), tail.channel(n, c), at), c));
     }
-    if (!partial) y[n * v.positions() + i] = T(after(Reduction::result(all), n * v.positions() + i));
+    if (!partial) write<Reduction>(y, after, all, n * v.positions() + i);
     for (int block = 0; partial && block < blocks; block++)
       partial[(n * blocks + block) * v.positions() + i] = block ? Reduction::nothing() : all;
   }
@@ -155,7 +183,7 @@ merge_channels_kernel(T* y, const typename Reduction::Partial* partial, After af
   auto all = partial[0];
 #pragma unroll 4
   for (int block = 1; block < blocks; block++) all = Reduction::merge(all, partial[block * positions]);
-  y[i] = T(after(Reduction::result(all), i));
+  write<Reduction>(y, after, all, i);
 }
 
 template <class Reduction, class T, class After>

@@ -70,8 +70,9 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
             const float given = v[j][half * 2 + i] + (is_none<Offset> ? 0.f : offset[half]);
             value[half] = sink.tail(given * factor[half], channel[half], at);
           }
-          both[i] = Merging<Reduction>::two(value[0], value[1]);
-          if (Place::kChannels % Loop::kBlockChannels && !real[1]) both[i] = real[0] ? Reduction::of(value[0]) : Reduction::nothing();
+          both[i] = Merging<Reduction>::two(value[0], value[1], place.channel(g), place.channel(g + 8));
+          if (Place::kChannels % Loop::kBlockChannels && !real[1])
+            both[i] = real[0] ? Reduction::of(value[0], place.channel(g)) : Reduction::nothing();
         }
         shared.meeting.put(row, j * 8 + 2 * t, both[0], both[1]);
       }
@@ -84,7 +85,7 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
       if (position >= waits) return;
       const Partial all = shared.meeting.template all<Reduction>(position);
       const int64_t at = before + position;
-      if constexpr (kAll) sink.y[at] = T(sink.after(Reduction::result(all), at));
+      if constexpr (kAll) write<Reduction>(sink.y, sink.after, all, at);
       else sink.partial[at] = all;
     }
     __device__ __forceinline__ void end() const {

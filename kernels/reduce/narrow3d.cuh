@@ -73,14 +73,14 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
         : sink(sink), values(sink.tail, room, place) {}
     __device__ __forceinline__ void begin(float scale) { values.begin(scale); }
     __device__ __forceinline__ void accept(Accumulators& v, const WarpTile& tile, const NoOffset&) {
-      const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+      const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, channel = values.place.first_channel + g;
       Partial of_lane[2 * kFragments];  // of both channels, at positions 2t, 2t + 1 of each 8
 #pragma unroll
       for (int i = 0; i < 2 * kFragments; i++) {
         const float low = values(v, tile, i / 2, i % 2, 0), high = values(v, tile, i / 2, i % 2, 1);
-        of_lane[i] = Merging<Reduction>::two(low, high);
+        of_lane[i] = Merging<Reduction>::two(low, high, channel, channel + 8);
         if (S::kOut % 16 && g + 8 >= values.channels)
-          of_lane[i] = g < values.channels ? Reduction::of(low) : Reduction::nothing();
+          of_lane[i] = g < values.channels ? Reduction::of(low, channel) : Reduction::nothing();
       }
       // Each step halves the positions that a lane has, and doubles their channels.
 #pragma unroll
@@ -100,7 +100,7 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
       const int64_t plane = place.tile.n * (kAll ? 1 : (S::kOut + 15) / 16) + (kAll ? 0 : place.first_channel / 16);
       const int64_t at = plane * place.channel_size() + int64_t(place.tile.first_row) * place.c.OW +
                          tile.plane * values.plane + position;
-      if constexpr (kAll) sink.y[at] = T(sink.after(Reduction::result(of_lane[0]), at));
+      if constexpr (kAll) write<Reduction>(sink.y, sink.after, of_lane[0], at);
       else sink.partial[at] = of_lane[0];
     }
 

@@ -21,7 +21,7 @@ template <class Reduction> struct StreamChannels {
                                         const store::Patch& patch, const store::Flat& where, int channels) const {
     const int S = where.S;
     Room<kTiles>& room = *reinterpret_cast<Room<kTiles>*>(staging);
-    meet<Reduction>(room, values, channels - patch.channel);
+    meet<Reduction>(room, values, patch.channel, channels - patch.channel);
     const int sixteens = (channels + 15) / 16;
 #pragma unroll
     for (int i = threadIdx.x % 32; i < 8 * kTiles; i += 32) {

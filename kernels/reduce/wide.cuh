@@ -27,7 +27,7 @@ template <class Reduction> struct WideChannels {
   template <int kTiles>
   __device__ __forceinline__ void accept(const float (&values)[kTiles][4], void* staging, const WidePlace& place) const {
     Room<kTiles>& room = *static_cast<Room<kTiles>*>(staging);
-    meet<Reduction>(room, values, place.channels());
+    meet<Reduction>(room, values, place.channel, place.channels());
     const int64_t plane = place.n * ((place.channels_out + 15) / 16) + place.channel / 16;
     Partial* const to = y + (plane * place.height + place.row) * place.width + place.column;
 #pragma unroll
