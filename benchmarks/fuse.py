@@ -5,16 +5,19 @@
 First all problems are built, side by side. Then each is judged in turn, and so are its peers (bench/checks.py's rule, random parameters, a share
 of the batch), and all are timed in one process (bench/timing.py, the benchmark's sizes, on a CPU a small batch). A row is a contestant in a
 phase; what misses the rule keeps its time, and its row says by how much. At the end our factors over the fastest peer that keeps the rule, and
-over the fastest of all.
+over the fastest of all. torch.compile takes most of the time: several runs of a few problems each, side by side, may judge (and fill its caches),
+and one more with --judged times all.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import time as clock
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,35 +82,43 @@ def judged(problem, phase: str, device: str, training: bool, peer: str = "") -> 
 
 
 def measured(
-    problem, phase: str, device: str, training: bool, peers: list[str], seconds: float
-) -> list[dict]:
-    """Rows of one problem and phase: ours and its peers, judged, then timed in turn."""
-    found = {
-        name: judged(problem, phase, device, training, name * (name != "fuse")) for name in ("fuse", *peers)
-    }
+    problem, phases: list[str], device: str, training: bool, peers: list[str], seconds: float, judge
+) -> Iterator[list[dict]]:
+    """Rows of one problem, by phase: ours and its peers, judged, then timed in turn."""
+    found = {(phase, name): judge(problem, phase, name) for phase in phases for name in ("fuse", *peers)}
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = problem.model().to(device).train(training)
     x = inputs(problem, device, problem.batch if device == "cuda" else max(1, problem.batch // CPU_SHARE))
-    with torch.no_grad():
-        g = torch.randn_like(model(x)) if checks.has_backward(phase) else None
     fused = fuse(model)
     contestants = {"fuse": checks.as_contestant(fused, model)}
     contestants |= {name: compare.PEERS[name].contestant(model) for name in peers}
-    calls, rows = {}, []
-    for name, contestant in contestants.items():
-        calls[name] = timing.Call.of(contestant, [x], phase, g)
-        calls[name]()
-    times = timing.time(calls, device, seconds=seconds)
-    with torch.set_grad_enabled(phase != "forward"):
-        plan = str(fused.plan(x))
-    for name, time in times.items():
-        row = {"problem": problem.number, "phase": phase, "training": training, "variant": name}
-        row |= {"median_ms": time.median, "low_ms": time.low, "high_ms": time.high, "runs": time.runs}
-        row["memory_mb"] = timing.extra_memory(calls[name]) if device == "cuda" else None
-        row |= dict(zip(("error_vs_eager", "worst"), found[name]))
-        rows.append(row | ({"plan": plan} if name == "fuse" else {}))
-    return rows
+    for phase in phases:
+        with torch.no_grad():
+            g = torch.randn_like(model(x)) if checks.has_backward(phase) else None
+        calls, rows = {}, []
+        for name, contestant in contestants.items():
+            calls[name] = timing.Call.of(contestant, [x], phase, g)
+            calls[name]()
+        times = timing.time(calls, device, seconds=seconds)
+        with torch.set_grad_enabled(phase != "forward"):
+            plan = str(fused.plan(x))
+        for name, time in times.items():
+            row = {"problem": problem.number, "phase": phase, "training": training, "variant": name}
+            row |= {"median_ms": time.median, "low_ms": time.low, "high_ms": time.high, "runs": time.runs}
+            row["memory_mb"] = timing.extra_memory(calls[name]) if device == "cuda" else None
+            row |= dict(zip(("error_vs_eager", "worst"), found[phase, name]))
+            rows.append(row | ({"plan": plan} if name == "fuse" else {}))
+        yield rows
+
+
+def known_errors(files: list[Path]) -> dict[tuple, tuple[float, str]]:
+    """What earlier runs have judged, by problem, phase and contestant."""
+    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+    return {
+        (str(row["problem"]), row["phase"], row["variant"]): (row["error_vs_eager"], row["worst"])
+        for row in rows
+    }
 
 
 def factors(rows: list[dict], phase: str, exact: bool) -> list[float]:
@@ -146,6 +157,9 @@ def main() -> None:
     )
     parser.add_argument("--peers", default="eager", help="out of " + ", ".join(compare.PEERS))
     parser.add_argument("--seconds", type=float, default=0.3, help="of timing, a problem and phase")
+    parser.add_argument(
+        "--judged", type=Path, nargs="*", default=[], help="records of runs whose judgement holds"
+    )
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no problem is begun")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -156,22 +170,26 @@ def main() -> None:
     build_seconds = clock.monotonic() - start
     print(f"built in {build_seconds:.0f} s", flush=True)
     rows: list[dict] = []
+    known_to_be = known_errors(options.judged)
+
+    def judge(problem, phase: str, name: str) -> tuple[float, str]:
+        key = str(problem.number), phase, name
+        given = problem, phase, device, not options.eval, name * (name != "fuse")
+        return known_to_be[key] if key in known_to_be else judged(*given)
+
     for problem in problems:
         if clock.monotonic() - start > options.limit:
             print(f"{problem.number}: no time left")
             continue
         if failures[problem]:
             print(f"{problem.number}: {failures[problem]}", flush=True)
-        for phase in phases:
-            try:
-                found = measured(
-                    problem, phase, device, not options.eval, options.peers.split(","), options.seconds
-                )
-            except Exception as error:  # whatever it is, it is the finding
-                print(f"{problem.number} {phase}: {type(error).__name__}: {error}"[:300], flush=True)
-                continue
-            rows += found
-            print(line(found), flush=True)
+        try:
+            peers = options.peers.split(",")
+            for found in measured(problem, phases, device, not options.eval, peers, options.seconds, judge):
+                rows += found
+                print(line(found), flush=True)
+        except Exception as error:  # whatever it is, it is the finding
+            print(f"{problem.number}: {type(error).__name__}: {error}"[:300], flush=True)
         if options.json:
             records.write(options.json, rows, build_seconds=round(build_seconds, 1))
         torch.cuda.empty_cache() if device == "cuda" else None
