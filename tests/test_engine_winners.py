@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import numerics
-from inline_kernels.engine import direct, schedule, sinks
+from inline_kernels.engine import direct, programs, schedule, sinks
 from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import WINDOWS, device, full_size, given  # noqa: F401
@@ -156,3 +156,14 @@ def assert_gradients(by, model: nn.Module, x: torch.Tensor) -> None:
     for ours, theirs in zip(found, expected):
         atol = 1e-4 * float(theirs.abs().max())
         torch.testing.assert_close(ours.double(), theirs.view_as(ours), rtol=1e-4, atol=atol)
+
+
+def test_an_extreme_is_computed_again_of_its_v(device):  # noqa: F811
+    """Of a pool's winner v alone is kept, beside its place: what backward needs of its value is computed of that."""
+    device(900)
+    model = model_of((16, 3, 3, 3), lambda m, v: F.mish(F.max_pool2d(F.hardswish(v), 2)))
+    segment, arguments = given(model, torch.randn(2, 3, 12, 23))
+    case = Case(segment, arguments, True, torch.float32)
+    saved = programs.composed_of(segment, programs.kind_for(case)).saved
+    assert [array.name.rsplit("_", 1)[0] for array in saved] == ["kept_pick", "kept_take", "kept"]
+    assert saved[1].kind == "value"

@@ -158,6 +158,9 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
             of = "value"
         gradients[leaf] = roots.setdefault((node, leaf.space, of), Root(name, node, leaf.space, of))
     kept = _kept([root.node for root in roots.values()], z)
+    own = _OfPickedV(graph, z, kept)
+    roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
+    kept = _kept([root.node for root in roots.values()], z)
     if z in kept and kind.device == "cuda":
         own = _OwnChannel(graph)
         roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
@@ -221,6 +224,35 @@ def _is_of_forward(mask: Node) -> bool:
 
 def _reaches_dy(roots: Sequence[Node], without: Node) -> bool:
     return any(node.is_leaf("dy") for node in order(roots, [without]))
+
+
+class _OfPickedV:
+    """An extreme is computed again of v at its place, where that is kept anyway, instead of being kept beside it."""
+
+    def __init__(self, graph, z: Node, kept: Sequence[Node]):
+        self.graph = graph
+        self.of_v = {node for node in kept if node.op == "take" and node.args[0] is z}
+        self.indices = {node.args[1] for node in self.of_v}
+        self._known: dict[Node, Node] = {}
+
+    def seen(self, node: Node) -> Node:
+        if not self.indices:
+            return node
+        if node not in self._known:
+            self._known[node] = self._made(node)
+        return self._known[node]
+
+    def _made(self, node: Node) -> Node:
+        if node.op == "take" and node.args[1] in self.indices and node not in self.of_v:
+            again = self.graph.take(node.args[1], node.args[0])
+            if all(n.op != "take" or n in self.of_v for n in order([again], [*self.of_v])):
+                return again
+        args = [self.seen(a) for a in node.args]
+        if all(a is b for a, b in zip(args, node.args)):
+            return node
+        if node.is_scalar_op:
+            return self.graph.scalar(node.op, *args)
+        return self.graph.make(node.op, *args, attr=node.attr, space=node.space)
 
 
 class _OwnChannel:
