@@ -227,7 +227,7 @@ FAULTS = [
     Fault("inline_kernels/engine/graph.py", " and self._is_apart(_axis_of(index))", "", "test_engine_graph.py -k overlap"),
     Fault("inline_kernels/engine/passes.py", "None not in level.window and level.is_apart", "None not in level.window", "test_engine_source.py -k 'any_windows and cuda and stem'"),
     Fault("inline_kernels/engine/source.py", "if own and whole and (text", "if own and (text", "test_engine_strips.py -k 'twice_eagers and overlap'"),
-    Fault("inline_kernels/engine/direct.py", "if not pooled.graph.levels[pooled.space.level].is_apart:", "if False:", "test_engine_direct.py -k not_pointwise"),
+    Fault("inline_kernels/engine/fronts.py", "if not pooled.graph.levels[pooled.space.level].is_apart:", "if False:", "test_engine_direct.py -k not_pointwise"),
     Fault("inline_kernels/engine/sinks.py", "({size} - {window - 2 * padding})", "({size} - {window})", "test_engine_sinks.py -k 'v_stored and overlapping'"),
     Fault("inline_kernels/engine/composed.py", "if not level.is_apart:", "if False:", "test_composed.py -k another_formula"),
     Fault("inline_kernels/engine/ops.py", "any(t.graph.levels[level].padding) and not count_include_pad", "False", "test_engine_ops.py -k says_why"),
