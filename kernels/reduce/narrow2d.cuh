@@ -115,8 +115,9 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
   };
 };
 
-// partial (N, C, parts). tail as store::Strips'; of conv::Identity sums are scaled at the end.
-template <class What, class Tail> struct Positions {
+// partial (N, C, parts). tail as store::Strips'; of conv::Identity sums are scaled at the end. kLeaves: v becomes what
+// the tail makes of it, for the sinks behind, which are not to scale it.
+template <class What, class Tail, bool kLeaves = false> struct Positions {
   typename What::Part* partial;
   Tail tail;
 
@@ -161,8 +162,11 @@ template <class What, class Tail> struct Positions {
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
-          for (int half = 0; half < 2; half++)
-            running.add(half, value(j, i, half), j * 8 + 2 * t + i < place.columns);
+          for (int half = 0; half < 2; half++) {
+            const float own = value(j, i, half);
+            running.add(half, own, j * 8 + 2 * t + i < place.columns);
+            if constexpr (kLeaves) v[j][half * 2 + i] = own;
+          }
       running.end_row(), row += Loop::kStride == 0 ? place.columns : place.width();
     }
     __device__ __forceinline__ void finish() const {
