@@ -47,6 +47,7 @@ __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests",
 
 BY_SIZES = True
 _READING = 4  # instructions that take a value at an element's place
+ABOUT = 1.05  # times that are as good as equal: then v's memory is saved
 _DY = Array("dy", "output", ELEMENTS)
 
 
@@ -252,19 +253,26 @@ def _through(case: Case, mainloop, saving: programs.Composed) -> _Found:
 
 
 def pays(case: Case, found: _Found) -> bool:
-    """Do products take less time than v's way to memory and back, of an element, with tails that are no longer computed in passes that wait for memory?
-    A block computes all its channels, though there be fewer."""
+    """Do products, tails and what is stored inside mainloops take less time than where v is kept: its way to memory and back, and what is stored inside
+    then? In picoseconds of an element; tails in passes over v are hidden behind memory. A block computes all its channels, though there be fewer."""
     mainloop, scale = found.mainloop.sinks, tiling.device_properties(case.x.device.index).scale
     parts, (first, *later) = [*found.backward.parts.values()], found.forward.parts.values()
     C, block = case.weight.shape[0], mainloop.channels
     filled = -(-C // block) * block / C
     splits = mainloop.splits(mainloops.job_of(case, ()))
     products = 2e12 * math.prod(case.weight.shape[1:]) * (3 if splits else 1) / mainloop.rate
-    behind = [*later, *[first] * (not _first_is_inside(case))]  # otherwise they would read v
-    tails = sum(each.instructions for each in (*parts, *behind))
-    formed = (len(later) + len(parts)) * products + choice.INSTRUCTION * tails
-    moved = 1e6 * (1 + len(behind) + len(parts)) * case.x.element_size() / choice.PASS_BYTES
-    return filled * formed / scale.compute <= 1.1 * moved / scale.memory
+    inside = _first_is_inside(case)
+    behind = later if inside else [first, *later]  # passes of forward that would read v
+    again = (len(later) + len(parts)) * products + choice.SECOND * _stores(first, *later, *parts)
+    again += choice.INSTRUCTION * sum(each.instructions for each in (*parts, *behind))
+    kept = choice.SECOND * (1 + (_stores(first) if inside else 0)) / scale.compute
+    kept += 1e6 * (1 + len(behind) + len(parts)) * case.x.element_size() / (choice.PASS_BYTES * scale.memory)
+    return filled * again / scale.compute <= ABOUT * kept
+
+
+def _stores(*parts: sink_text.Pass) -> int:
+    """How many results mainloops store, each of which takes as much as a second one beside a first."""
+    return sum(sink.kind == "store" for each in parts for sink in each.sinks)
 
 
 def _first_is_inside(case: Case) -> bool:
