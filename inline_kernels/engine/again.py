@@ -73,6 +73,15 @@ class _Writer(sink_text.Writer):
         reads = node in self.arrays or node.op == "leaf"
         return reads and bool(node.space.level) and not node.space.c
 
+    def tail(self, name: str) -> list[str]:
+        lines = super().tail(name)
+        fetched = dict.fromkeys(re.findall(r"(\w+)\[at\]", " ".join(lines)))
+        if not fetched:
+            return lines
+        body = [f"    tensor_core::fetch_ahead({each} + at, count);" for each in fetched]
+        head = "  __device__ __forceinline__ void fetch(int64_t at, int count) const {"
+        return [*lines[:-1], "  using Fetches = void;", head, *body, "  }", lines[-1]]
+
     def _stops(self, known: Mapping[Node, str]) -> Sequence[Node]:
         return [*self.arrays, *known]
 

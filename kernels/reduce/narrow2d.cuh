@@ -142,6 +142,7 @@ template <class What, class Tail, bool kLeaves = false> struct Positions {
     __device__ __forceinline__ void begin() {
       running.begin(), row = int64_t(place.row()) * place.width() + place.column();
     }
+    __device__ __forceinline__ void overlap() const { sinks::fetch_tile<Loop>(sink.tail, place, row); }
     template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
       const float2 power[2] = {place.unscale(g), place.unscale(g + 8)};

@@ -70,6 +70,7 @@ template <class T, class Tail, bool kScaled = true> struct Strips {
     }
     __device__ __forceinline__ void overlap() {
       if (staged > 0) write_tile();
+      if constexpr (sinks::fetches<Tail>) sinks::fetch_tile<Loop>(tail, place, out - y - place.first * plane());
     }
     __device__ __forceinline__ void end() { overlap(); }
 
