@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -12,17 +13,19 @@ from torch.nn import functional as F
 import numerics
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import again, schedule
+from inline_kernels.engine import again, load_plan, schedule
 from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, kinds_of, only_through, random_model  # noqa: F401
 from test_engine_stored import batch_norm
+from test_kernels_compile import needs_nvcc, nvcc
 
 INF = float("inf")
 TAILS = {
     "gelu": lambda m, v: F.gelu(v * m.number),
     "relu, hardswish by hand": lambda m, v: F.relu(v) * torch.clamp((F.relu(v) + 3) / 6, 0, 1),
     "scales": lambda m, v: torch.sigmoid(torch.tanh(v * m.scale) * m.by_channel),
+    "two sums": lambda m, v: F.mish(v) + F.relu(v) * m.by_channel,
     "an input": lambda m, v, other: F.mish(v + other) * m.scale,
     "mean over channels": lambda m, v: F.mish(v * m.scale).mean(1),
     "global mean": lambda m, v: F.gelu(v).mean(m.spatial),
@@ -286,9 +289,12 @@ def test_what_is_kept_and_built(fused):
     load, *own = again.requests(case)
     assert load == schedule.requests(case)[0]
     assert [each["name"] for each in own] == ["sinks_conv", "again_conv"]
+    assert "tensor_core::fetch_ahead(dy + at, count);" in own[1]["source"]
     v, *kept = schedule.saved(case)
     assert again.saved(case) == kept and len(v[0]) == 4
-    found = again.forward(again.plan(case), case.arguments)[1:]
+    plan = again.plan(case)
+    assert load_plan.in_units(schedule.plan(case)) and not load_plan.in_units(plan)
+    found = again.forward(plan, case.arguments)[1:]
     assert [([*t.shape], t.dtype) for t in found] == [([*shape], dtype) for shape, dtype, _ in kept]
 
 
@@ -334,3 +340,17 @@ def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
     else:
         with pytest.raises(again.Unsupported, match="takes less time than its products"):
             again.describe(case)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("number, architecture", [(57, "90a"), (67, "80")])
+def test_registers_spilled(number, architecture, gpu, tmp_path):  # noqa: F811
+    """Few, if any, by what forms v again."""
+    gpu(architecture=900, multiprocessors=132)
+    request = again.requests(Case(*full_size(number), True, torch.float32))[-1]
+    path = tmp_path / "again.cu"
+    path.write_text(request["source"])
+    done = nvcc(path, architecture, [f"{k}={v}" for k, v in request["defines"].items()], tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    found = [int(each) for each in re.findall(r"(\d+) bytes spill stores", done.stderr)]
+    assert found and max(found) <= 32, found

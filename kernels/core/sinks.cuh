@@ -71,7 +71,7 @@ __device__ __forceinline__ void fetch_tile(const Tail& tail, const typename Loop
   if constexpr (fetches<Tail>) {
     const int own = threadIdx.x % 32;
     const int64_t plane = int64_t(place.height()) * place.width();
-    if (own >= 16 || !place.real(own) || first >= plane) return;
+    if (own >= 16 || !place.real(own)) return;
     const int64_t at = (place.sample() * Loop::Place::kChannels + place.channel(own)) * plane + first;
     tail.fetch(at, int(plane - first < Loop::kColumns ? plane - first : Loop::kColumns));
   }

@@ -53,7 +53,7 @@ __device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, b
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
-// What a thread, or another, will read soon comes into the L2 cache: of `count` elements the whole 16 bytes; from Hopper on.
+// What a thread, or another, will read soon comes into the L2 cache: of `count` elements, if any, the whole 16 bytes; from Hopper on.
 template <class T> __device__ __forceinline__ void fetch_ahead(const T* from, int count) {
 #if __CUDA_ARCH__ >= 900
   const uint64_t first = (uint64_t(from) + 15) / 16 * 16, last = uint64_t(from + count) / 16 * 16;
