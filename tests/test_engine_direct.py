@@ -20,6 +20,7 @@ from generated import arguments_of, segment_of
 from inline_kernels import fuse
 from inline_kernels.bench import checks
 from inline_kernels.engine import (
+    again,
     choice,
     composed,
     direct,
@@ -113,6 +114,7 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
         monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", "fused")
         monkeypatch.setattr(choice, "stream_loses", lambda *_: None)
         monkeypatch.setattr(choice, "inside_loses", lambda *_: False)
+        monkeypatch.setattr(again, "pays", lambda *_: False)
         monkeypatch.setattr(tiling, "STREAM_CLUSTER", 1)  # of more the emulation knows nothing
 
     return become

@@ -117,14 +117,20 @@ class _Writer:
         by_channel: dict[Node, str] = {}
         lines = self._lines(nodes, by_channel)
         declared = [f"{'bool' if node.is_boolean else 'real'} {self._field(node)};" for node in kept]
+        more = self._places(nodes)
+        declared += [f"int64_t {name};" for name in more]
         text = [
             f"  struct Channel {{ {' '.join(declared)} }};",
             "  __device__ __forceinline__ Channel channel(int64_t n, int c) const {",
             *[f"    {line}" for line in lines],
-            f"    return {{{', '.join(by_channel[node] for node in kept)}}};",
+            f"    return {{{', '.join([*[by_channel[node] for node in kept], *more.values()])}}};",
             "  }",
         ]
         return text, {node: f"k.{self._field(node)}" for node in kept}
+
+    def _places(self, nodes: Sequence[Node]) -> dict[str, str]:
+        """Places that a channel keeps beside, by name, as texts."""
+        return {}
 
     # ---- what it is made of
     def _checked(self) -> list[Node]:
@@ -154,7 +160,7 @@ class _Writer:
     # ---- how it is written
     def _function(self, name: str, operand: str, known: Mapping[Node, str], result: Node) -> list[str]:
         known, place = dict(known), ", int64_t at" * self.has_places
-        nodes = order([result], [self.front.pooled] if self.front.pooled in known else ())
+        nodes = order([result], self._stops(known))
         lines = self._lines([node for node in nodes if not node.space.small], known)
         reads = any("[at]" in line for line in lines)
         return [
@@ -164,6 +170,10 @@ class _Writer:
             f"    return {known[result]};",
             "  }",
         ]
+
+    def _stops(self, known: Mapping[Node, str]) -> Sequence[Node]:
+        """Of which nothing beneath is computed."""
+        return [self.front.pooled] if self.front.pooled in known else ()
 
     def _lines(self, nodes: Sequence[Node], known: dict[Node, str]) -> list[str]:
         """Of those that aren't known; then they are."""
@@ -229,7 +239,9 @@ def _is_number(node: Node) -> bool:
 
 
 def _declared(member: Member) -> str:
-    return f"const {member.ctype}* {member.name}" if member.is_tensor else f"real {member.name}"
+    if member.is_tensor:
+        return f"const {member.ctype}* {member.name}"
+    return f"{'int64_t' if member.ctype == 'int64_t' else 'real'} {member.name}"
 
 
 class Stored(NamedTuple):

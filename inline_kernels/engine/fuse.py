@@ -76,7 +76,7 @@ def fuse(
 
 class SegmentPlan(NamedTuple):
     """What runs for a segment, named by its convolution, or the norm that it begins with: "direct" (one kernel, the convolution inside), "sinks"
-    (the convolution inside kernels that reduce), "stored" (a convolution of our own, then kernels), "load" (the library's convolution, then
+    (the convolution inside kernels that reduce), "again" (as these two, and v formed again in backward), "stored" (a convolution of our own, then kernels), "load" (the library's convolution, then
     kernels), "fused" (kernels that were written for the formula), or "eager"; and why, or how."""
 
     segment: str

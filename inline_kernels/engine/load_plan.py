@@ -42,6 +42,8 @@ class Plan:
     own: Callable | None = None  # the same, contiguous, in the library's place
     # Gives what forward does, of the arguments, in the place of all that (inside.py, stored.py).
     instead: Callable | None = None
+    # Gives backward's launch of arguments, the names of what it is given, and shapes, where its passes form v again (again.py).
+    again: Callable[[Sequence, Sequence[str], Mapping], Launch] | None = None
     layout: int = 0  # of what forward's passes turn, or backward's (`Program.turns`): kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     last: bool = False  # are all arrays of positions and channels channels last? Then so is y
@@ -140,9 +142,9 @@ def gives_dz(plan: Plan, last: bool = False) -> bool:
 
 
 def in_units(plan: Plan) -> bool:
-    """Does a pass of positions alone write dz?"""
+    """Does a pass of positions alone write dz, and can it do so in 16 bits? A mainloop can't."""
     program = plan.composed.backward
-    return program.turns == "dz" and bool(program.turned)
+    return program.turns == "dz" and bool(program.turned) and plan.again is None
 
 
 # ---------------------------------------------------------------------------------------------------------------- arrays

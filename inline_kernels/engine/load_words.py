@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from torch import Tensor
@@ -33,17 +34,19 @@ def in_words(plan: Plan, by: str, own: str | None, done: int | None, backward: s
     words += [", channels last"] * bool(plan.runs)
     words += [" as y for what follows"] * bool(plan.last and plan.segment.result)
     words += [", y channels last for what follows"] * bool(plan.turns_y)
-    words += [", then ", passes_in_words(plan, composed.forward, composed.forward_names, done), backward]
+    but = () if done is None else (done,)
+    words += [", then ", passes_in_words(plan, composed.forward, composed.forward_names, but), backward]
     return "".join(words)
 
 
-def passes_in_words(plan: Plan, program: Program, names: naming.Names, but: int | None = None) -> str:
+def passes_in_words(plan: Plan, program: Program, names: naming.Names, but: Collection[int] = ()) -> str:
+    """but: others do those."""
     passes = [
         i
         for i, one in enumerate(program.passes)
-        if i != but and isinstance(one, Planes) and parts_of(plan, program, i)
+        if i not in but and isinstance(one, Planes) and parts_of(plan, program, i)
     ]
-    return ", ".join(_pass_words(plan, program, names, i) for i in passes) or "small values"
+    return ", ".join(pass_words(plan, program, names, i) for i in passes) or "small values"
 
 
 def _made_words(program: Program, number: int) -> str:
@@ -56,14 +59,15 @@ def _made_words(program: Program, number: int) -> str:
     return " and ".join([name for name in made if not name.startswith("kept_")] or ["what is kept"])
 
 
-def _pass_words(plan: Plan, program: Program, names: naming.Names, number: int) -> str:
+def pass_words(plan: Plan, program: Program, names: naming.Names, number: int, reads_v: bool = True) -> str:
+    """reads_v: if it does, is that from memory?"""
     text, own = program.texts[number], [program.arrays[key] for key in program.passes[number].targets]
     known = {a.name: a for a in (*program.arrays.values(), *program.given.values(), *names.incoming.values())}
     read = [known[name] for name, ctype in text.pointers.items() if ctype.startswith("const")]
-    read += [known["v"]] if text.reads_v else []
-    reads, writes = [_size(sum(bytes_of(plan, program, a) for a in arrays)) for arrays in (read, own)]
+    read += [known["v"]] if text.reads_v and reads_v else []
+    reads, writes = [in_bytes(sum(bytes_of(plan, program, a) for a in arrays)) for arrays in (read, own)]
     return f"{_made_words(program, number)} (reads {reads}, writes {writes})"
 
 
-def _size(count: int) -> str:
+def in_bytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 50_000 else f"{count / 1e3:.1f} KB"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -139,6 +139,7 @@ class Sinks(NamedTuple):
     all: bool
     prepared: Sequence[str]
     launch: Callable[[int, Sequence], tuple[list[str], list[str]]]
+    pinned: Mapping[str, int] | None = None  # macros by which passes with others' sinks have its tiles
     beside: float = 1.0  # of sinks.MOST_BESIDE, as many take no longer beside what is stored than behind it
     sums: int = 0  # beside what is stored sums themselves take so many instructions
 
@@ -404,23 +405,25 @@ def _each(number: int, sinks: Sequence, stored: str = "conv::each_value<{}>") ->
     return f"conv::all_of({', '.join(found)})"
 
 
-def _type(sink, space: str, store: str) -> str:
+def _type(sink, space: str, store: str, taking: str = "") -> str:
+    """taking: in place of `store` where it takes what another sink left."""
     if sink.kind == "store":
-        return store.format(sink.element, sink.tail)
+        return (taking if sink.takes else store).format(sink.element, sink.tail)
     if sink.kind == "channels":
         return f"{space}Channels<{sink.element}, {sink.reduction}, {sink.tail}, {sink.after}>"
-    return f"{space}Positions<{sink.what}, {sink.tail}>"
+    return f"{space}Positions<{sink.what}, {sink.tail}{', true' * sink.leaves}>"
 
 
 def _value(number: int, sink, kind: str) -> str:
-    tail, name = local(sink.tail), sink.array.name
+    tail, name = local("conv::Identity" if sink.takes else sink.tail), sink.array.name
     if sink.kind == "channels":
         return f"{kind}{{{name}, {tail}, {local(sink.after)}, partial_{number}}}"
     return f"{kind}{{{name}, {tail}}}"
 
 
 def _narrow2d(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
-    types = [_type(sink, "reduce::", "store::Strips<{0}, {1}>") for sink in sinks]
+    strips, taking = "store::Strips<{0}, {1}>", "store::Strips<{0}, conv::Identity, false>"
+    types = [_type(sink, "reduce::", strips, taking) for sink in sinks]
     planned = [
         f'static_assert(conv::narrow2d::kShared<Tile, {", ".join(types)}> <= SINKS_SHARED, "as it is planned");',
         f"const int64_t parts_{number} = geometry.tiles() * int64_t(geometry.strips);",
@@ -434,7 +437,8 @@ def _narrow3d(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
 
     def types(vectors: str) -> list[str]:
         runs, beside = f"store::Runs<{{1}}, {{0}}, {vectors}>", "store::Beside<{1}, {0}>"  # one has room
-        return [_type(s, "reduce::narrow3d::", beside if s in stored[1:] else runs) for s in sinks]
+        taking = f"store::Runs<conv::Identity, {{0}}, {vectors}, false, false>"
+        return [_type(s, "reduce::narrow3d::", beside if s in stored[1:] else runs, taking) for s in sinks]
 
     def launched(vectors: str) -> str:
         given = ", ".join(_value(number, *each) for each in zip(sinks, types(vectors)))
@@ -567,6 +571,7 @@ MAINLOOPS = (
         most=9,
         is_exact=True,
         sinks=Sinks(
+            pinned={},
             headers=("reduce/narrow2d.cuh", "store/strips.cuh"),
             declared=f"{_ROWS}\n{_VALUES}",
             rate=600e12,
@@ -608,6 +613,7 @@ MAINLOOPS = (
         most=9,
         is_exact=True,
         sinks=Sinks(
+            pinned={"LEAST_SHARED": _STORES_SHARED},
             headers=("reduce/narrow3d.cuh", "store/runs.cuh"),
             declared="using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
             rate=180e12,

@@ -29,7 +29,7 @@ from inline_kernels.engine import library
 from inline_kernels.loader import operators as loader_operators
 from inline_kernels.loader.operators import LOW, Drawn, check_memory
 
-from . import between, composed, direct, schedule, sinks, stored
+from . import again, between, composed, direct, schedule, sinks, stored
 from .cases import Case
 from .support import DTYPES
 from .tracing import Named
@@ -63,12 +63,13 @@ class Decision(NamedTuple):
 # BY_SIZES: it runs where sizes suit it, and is left out where one operator serves all sizes.
 SCHEDULES: dict[str, object] = {
     "fused": composed,
+    "again": again,
     "direct": direct,
     "sinks": sinks,
     "stored": stored,
     "load": schedule,
 }
-EDITED = {"stored": "load"}  # by which schedule another one's text runs once it is edited
+EDITED = {"again": "load", "stored": "load"}  # by which schedule another one's text runs once it is edited
 
 
 class First:

@@ -215,6 +215,10 @@ _INSTRUCTIONS = {
 }
 
 
-def instructions(nodes: Iterable) -> int:
-    """About how many their operations take."""
-    return sum(_INSTRUCTIONS.get(node.op, node.op in SCALARS) for node in nodes)
+def instructions(nodes: Iterable, of_gradients: bool = False) -> int:
+    """About how many their operations take. of_gradients: does a derivative take as many as its function?"""
+
+    def function(op: str) -> str:
+        return op.removesuffix("_gradient") if of_gradients else op
+
+    return sum(_INSTRUCTIONS.get(function(node.op), node.op in SCALARS) for node in nodes)

@@ -108,7 +108,7 @@ def _turned(plan: Plan, program: Program, layout: int) -> int:
     """The layout in which a program's passes have what they turn, where the library has the convolution's side in that."""
     if plan.last or plan.turns_y:
         return plan.turns_y or TURNED
-    return layout if program.turned and plan.sizes.C % 8 == 0 else PLANES
+    return layout if program.turned and plan.sizes.C % 8 == 0 and not plan.again else PLANES
 
 
 def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
@@ -352,9 +352,12 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         over and [root.name for root in roots.values() if root].count("dz") == 1
     )  # else it is an input's gradient, too
     given += ["dz"] * bool(over)
-    launch = launch_of(
-        side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
-    )
+    if plan.again:
+        launch = plan.again(arguments, given, shapes)
+    else:
+        launch = launch_of(
+            side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
+        )
     given_by_library, filters = None, None
     if any(of_library):
         last = side.last or bool(side.layout) and program.turns == "dz"

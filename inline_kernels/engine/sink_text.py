@@ -6,7 +6,7 @@ passes have made, by sample and channel, is read once a channel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from . import direct, fronts, naming
@@ -75,10 +75,14 @@ class Writer(direct._Writer):
                 raise Unsupported(f"the tail counts {node.attr}")
             if node.is_leaf("drawn"):
                 raise Unsupported("the tail has dropout")
-            at_positions = node.op == "leaf" and node.attr[1] != "z" and not node.space.small
-            if at_positions and (node.space != ELEMENTS or not self.has_places):
-                raise Unsupported(f"the tail reads {node.attr[0]} at positions")
+            if node.op == "leaf" and node.attr[1] != "z" and not node.space.small:
+                self._check_place(node, node.attr[0])
         return sorted(nodes, key=lambda node: node.id)
+
+    def _check_place(self, node: Node, name: str) -> None:
+        """Can it be read at the place of an element?"""
+        if node.space != ELEMENTS or not self.has_places:
+            raise Unsupported(f"the tail reads {name} at positions")
 
     def _write(self, node: Node, known: dict[Node, str], lines: list[str]) -> None:
         if node in self.arrays and node not in known:
@@ -99,13 +103,16 @@ class Writer(direct._Writer):
 
 class Sink(NamedTuple):
     """What a pass over v does with it. kind: "moments", "sums", "store" or "channels"; array: what it writes; tail, after: types of the
-    structs that make the values, and what becomes of a reduction over channels."""
+    structs that make the values, and what becomes of a reduction over channels. leaves: what its tail makes of v stands in v's place for the next one,
+    which `takes` it."""
 
     kind: str
     array: Array
     tail: str
     reduction: str = ""
     after: str = ""
+    leaves: bool = False
+    takes: bool = False
 
     @property
     def element(self) -> str:
@@ -148,6 +155,10 @@ class Pass:
         if of_channels:
             self._channels(of_channels)
 
+    def arrange(self) -> None:
+        """The sinks in their order: channels come last."""
+        self.sinks.sort(key=lambda sink: sink.kind == "channels")
+
     def store(self, node: Node, array: Array, kind: str = "store") -> None:
         if node.space != ELEMENTS:
             raise Unsupported(f"values that vary along {node.space}")
@@ -176,8 +187,11 @@ class Pass:
         name, writer = f"Tail{self.number}_{node.id}", self._writer(node, {})
         if name not in self.given:
             self._keep(name, writer, writer.tail(name))
-            self.instructions += instructions(n for n in writer._nodes() if not n.space.small)
+            self.instructions += self._count(n for n in writer._nodes() if not n.space.small)
         return name
+
+    def _count(self, nodes: Iterable[Node]) -> int:
+        return instructions(nodes)
 
     def _writer(self, node: Node, given: Mapping[Node, str]) -> Writer:
         return Writer(self.segment, node, self.has_places, self._arrays(), given)

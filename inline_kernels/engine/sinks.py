@@ -40,7 +40,7 @@ from . import (
 )
 from .algebra import reordered, statistics_of_v
 from .cases import Case
-from .graph import ELEMENTS, order
+from .graph import ELEMENTS
 from .launching import Entry, Launch, new_of, picking
 from .mainloops import Job, local
 from .passes import Array, Key, Planes, Program, Root, Small, Unsupported
@@ -65,7 +65,8 @@ _OWN_NAMES = set(
 
 class Composed(NamedTuple):
     """A text, and what its launcher takes: `results` that are written; `tensors`, with the types in which they are read, and `numbers` by
-    the names of leaves, in order; is a seed among them? `parts`: the passes over v by the mainloop; is v stored?"""
+    the names of leaves, in order; is a seed among them? `parts`: the passes over v by the mainloop; is v stored? incoming: arrays of backward, behind
+    the tensors."""
 
     text: str
     results: list[Array]
@@ -74,6 +75,7 @@ class Composed(NamedTuple):
     random: bool
     parts: Mapping[int, object]
     stores: bool
+    incoming: Sequence[Array] = ()
 
     @property
     def line(self) -> str:
@@ -92,7 +94,7 @@ class Composed(NamedTuple):
 def composed(
     segment, mainloop, exact_order: bool, stores: bool, saving: programs.Composed | None = None
 ) -> Composed:
-    """saving: of the schedule `load`, whose results are then those of forward. Made once. Raises Unsupported."""
+    """saving: of the schedule `load`, whose results are then those of forward; v only where it is stored. Made once. Raises Unsupported."""
     with programs.lock:
         known = vars(segment.graph).setdefault("with sinks", {})
         key = mainloop.name, exact_order, stores, saving and saving.text
@@ -107,6 +109,8 @@ def composed(
 
 
 class _Composer:
+    launcher, of_pass = "forward", Pass
+
     def __init__(self, segment, mainloop, exact_order: bool, stores: bool, saving: programs.Composed | None):
         self.segment, self.mainloop, self.stores, self.saving = segment, mainloop, stores, saving
         self.convolving, self.graph = mainloop.sinks, segment.graph
@@ -127,20 +131,14 @@ class _Composer:
             self._store()
 
     def _save(self) -> None:
-        """The passes of load's forward, of which the first that reads v writes it, if backward needs it."""
-        ahead, self.stored = self.saving.forward, None
+        """The passes of load's forward, of which the first that reads v writes it, if it is stored."""
+        ahead, z = self.saving.forward, self.graph.leaf("z", ELEMENTS, "z")
+        self.stored = z if self.stores else None
         self.roots = ahead.roots
         self.program = Program(self.graph, self.roots, {}, ahead.few_channels, joins=True)
         self.reading = self._texts()
         if not self.reading:
             raise Unsupported("the tail doesn't read v")
-        needed = any(array.name == "v" for array in self.saving.saved)
-        if self.stores != needed:
-            raise Unsupported("backward needs v, which is not kept" if needed else "backward doesn't need v")
-        if not needed and len(self.reading) > 1:
-            raise Unsupported("several passes read v")
-        if needed:
-            self.stored = self.graph.leaf("z", ELEMENTS, "z")
 
     def _texts(self) -> list[int]:
         """Texts of all passes as `load` has them; the numbers of those that read v."""
@@ -174,13 +172,13 @@ class _Composer:
         for i in by_mainloop:
             if not isinstance(self.program.passes[i], Planes) or self.program.passes[i].level != "e":
                 raise Unsupported("a pass over windows reads v")
-            parts[i] = own = Pass(self.segment, self.program, i, self.mainloop.has_places)
+            parts[i] = own = self.of_pass(self.segment, self.program, i, self.mainloop.has_places)
             own.add(self.program.passes[i].targets)
             if self.stored is not None and self.stored.op == "leaf":
                 own.store(self.stored, Array("stored", "value", ELEMENTS))
             if len(own.sinks) > self.convolving.most:
                 raise Unsupported("several sinks at once")
-            own.sinks.sort(key=lambda sink: sink.kind == "channels")  # those come last
+            own.arrange()
             if sum(sink.kind == "channels" for sink in own.sinks) > 1:
                 raise Unsupported("several reductions over channels in one pass")
         return self._source(parts)
@@ -189,12 +187,10 @@ class _Composer:
     def _source(self, parts: Mapping[int, Pass]) -> Composed:
         tensors, numbers, random = self._given()
         names = [naming.identifier(name) for name in [name for name, _ in tensors] + numbers]
-        if len({*names}) < len(names) or _OWN_NAMES & {*names}:
+        results, incoming = self._results(), self._incoming()
+        own_names = _OWN_NAMES | {a.name for a in (*results, *incoming) if incoming}
+        if len({*names}) < len(names) or own_names & {*names}:
             raise Unsupported("a parameter has a name that the kernel has itself")
-        arrays, kept = self.program.arrays, self._kept()
-        results = [arrays[Key("value", root.node)] for root in self.program.roots if root.name != "stored"]
-        results = [a for a in results if a not in kept] + [naming.KEPT] * bool(kept)
-        results += [Array("v", "value", ELEMENTS)] * bool(self.saving and self.stores)
         structs, planned, locals_, body = [], [], [], []
         for i in range(len(self.program.passes)):
             if i not in parts:
@@ -215,6 +211,7 @@ class _Composer:
         declared = [f"Out<{naming.EXPORTED[a.kind]}> {a.name}" for a in results]
         declared += ["In<value_t> x", "In<value_t> weight"]
         declared += [f"In<{kind}> {naming.identifier(name)}" for name, kind in tensors]
+        declared += [f"In<{naming.EXPORTED[a.kind]}> {a.name}" for a in incoming]
         declared += ["In<int64_t> seed", "int64_t number"] * random
         declared += [f"double {naming.identifier(name)}_given" for name in numbers]
         launcher = [*self._sizes(numbers), *planned, *self._memory(results, parts), *locals_, *body]
@@ -227,13 +224,23 @@ class _Composer:
             "template <class T> T* pointer(T* of) { return of; }",
             "",
             *structs,
-            f"EXPORT void forward({', '.join(declared)}, cudaStream_t stream) {{",
+            f"EXPORT void {self.launcher}({', '.join(declared)}, cudaStream_t stream) {{",
             *[f"  {line}" for line in launcher],
             "}",
             "",
         ]
         text = "\n".join(text)
-        return Composed(text, results, tensors, numbers, random, parts, self.stores)
+        return Composed(text, results, tensors, numbers, random, parts, self.stores, incoming)
+
+    def _results(self) -> list[Array]:
+        kept, arrays = self._kept(), self.program.arrays
+        found = [arrays[Key("value", root.node)] for root in self.program.roots if root.name != "stored"]
+        found = [a for a in found if a not in kept] + [naming.KEPT] * bool(kept)
+        return found + [Array("v", "value", ELEMENTS)] * bool(self.saving and self.stores)
+
+    def _incoming(self) -> list[Array]:
+        """What forward leaves for the launcher, and dy."""
+        return []
 
     def _kept(self) -> list[Array]:
         """Small values for backward, which share a room."""
@@ -241,7 +248,7 @@ class _Composer:
 
     def _given(self) -> tuple[list[tuple[str, str]], list[str], bool]:
         """Tensors and numbers behind x and weight, in the order of the segment's."""
-        kinds = [n.attr for n in order([root.node for root in self.program.roots]) if n.op == "leaf"]
+        kinds = [leaf.attr for leaf in self.program.leaves()]
         names = [leaf.attr[0] for leaf in self.segment.inputs[1:]]
         names += [*self.segment.parameters[1:], *self.segment.buffers]
         used = {name: kind for name, kind in kinds if kind in ("parameter", "buffer", "input")}
@@ -292,12 +299,14 @@ class _Composer:
                 f"const Scratch<double> scratch({' + '.join(f'({size} + 15) / 16 * 2' for size in sizes)}, stream);"
             )
             lines.append("double* next = scratch;")
-        lines += ["double* next_kept = kept;"] * bool(kept)
-        lines += [
-            f"{naming.TYPES[a.kind]}* const {a.name} = load::next<{naming.TYPES[a.kind]}>({next_}, {source.size(a)});"
-            for next_, arrays in (("next", made), ("next_kept", kept))
-            for a in arrays
-        ]
+        constant = "const " * (naming.KEPT not in results)  # it comes in
+        lines += [f"{constant}double* next_kept = kept;"] * bool(kept)
+        for of, next_, arrays in (("", "next", made), (constant, "next_kept", kept)):
+            types = [f"{of}{naming.TYPES[a.kind]}" for a in arrays]
+            lines += [
+                f"{t}* const {a.name} = load::next<{t}>({next_}, {source.size(a)});"
+                for t, a in zip(types, arrays)
+            ]
         if self.saving and self.stores:
             lines.append("value_t* const stored = v;")
         elif self.stores:
@@ -429,11 +438,16 @@ def _saving(case: Case, stores: bool):
     if case.turns_y or case.stays_last:
         raise Unsupported("passes turn y on the way, or it lies channels last")
     saving = programs.composed_of(case.segment, programs.kind_for(case))
+    needed = any(array.name == "v" for array in saving.saved)
+    if stores != needed:
+        raise Unsupported("backward needs v, which is not kept" if needed else "backward doesn't need v")
 
     def made(mainloop) -> Composed:
         if stores and mainloop.walks:
             raise Unsupported("it may be slower than the library")
         found = composed(case.segment, mainloop, case.exact_order, stores, saving)
+        if not stores and len(found.parts) > 1:
+            raise Unsupported("several passes read v")
         if stores and _is_better_behind(case, mainloop, *found.parts.values()):
             raise Behind
         return found
@@ -519,21 +533,31 @@ def plan(case: Case) -> Launch | load_plan.Plan:
     return launch_of(case, *_chosen(case), entry)
 
 
-def launch_of(case: Case, mainloop, found: Composed, entry: Callable[[Array, int | None], Entry]) -> Launch:
-    """entry: of a result, and the number of the argument that it is written over, or None."""
+def launch_of(
+    case: Case,
+    mainloop,
+    found: Composed,
+    entry: Callable[[Array, int | None], Entry],
+    request: Mapping | None = None,
+    given: Sequence[str] = (),
+) -> Launch:
+    """entry: of a result, and the number of the argument that it is written over, or None; or of what is incoming. request: in place of `build`'s;
+    given: the names of what is incoming, as the launch is given it: that may have been in others' hands."""
     segment, arguments = case.segment, case.arguments
-    kernels = inline_loader.load(**build(mainloop, found, case))
+    kernels = inline_loader.load(**(request or build(mainloop, found, case)))
     x, weight_at, at = case.x, len(segment.inputs), cases.places(segment)
     table = [entry(array, at.get(array.name)) for array in found.results]
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at)]
     table += [Entry(name, dtypes[kind], at[naming.identifier(name)]) for name, kind in found.tensors]
+    table += [entry(array, None) for array in found.incoming]
     if found.random:
         table.append(Entry("seed", torch.int64, at["seed"]))
     values = dict(zip(segment.scalars, arguments[cases.first_number(segment) :]))
     numbers = [float(values[name]) for name in found.numbers]
-    bind = functools.partial(kernels.forward.bound, *numbers, trusting=True, new=new_of(table))
-    return Launch(bind, table, arguments, number=at["seed"] + 1 if found.random else None)
+    launcher = kernels.backward if given else kernels.forward
+    bind = functools.partial(launcher.bound, *numbers, trusting=not given, new=new_of(table))
+    return Launch(bind, table, arguments, given, number=at["seed"] + 1 if found.random else None)
 
 
 def plan_saving(case: Case, mainloop, found: Composed) -> load_plan.Plan:

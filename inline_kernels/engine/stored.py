@@ -64,7 +64,7 @@ def convolving(case: Case):
     raise Unsupported("; ".join(dict.fromkeys(refused)))
 
 
-def _beside(case: Case) -> tuple | None:
+def first_beside(case: Case) -> tuple | None:
     """What does the first pass, too, as sinks.py says."""
     if not case.saving or case.stays_last:
         return None
@@ -76,14 +76,14 @@ def _beside(case: Case) -> tuple | None:
 
 def requests(case: Case) -> list[dict]:
     """The first one is load's."""
-    behind, beside = _behind(case), _beside(case)
+    behind, beside = _behind(case), first_beside(case)
     own = [sinks.build(*beside, behind)] if beside else convolving(case).requests(alone(case))
     return schedule.requests(behind) + own
 
 
 def describe(case: Case) -> str:
     behind = _behind(case)
-    if beside := _beside(case):
+    if beside := first_beside(case):
         mainloop, found = beside
         return schedule.describe(behind, mainloop.name, min(found.parts))
     by = convolving(case)
@@ -92,7 +92,7 @@ def describe(case: Case) -> str:
 
 def plan(case: Case) -> load_plan.Plan:
     behind = _behind(case)
-    if beside := _beside(case):
+    if beside := first_beside(case):
         return sinks.plan_saving(behind, *beside)
     by = convolving(case)
     own = by.plan(alone(case))

@@ -38,12 +38,19 @@ struct Doubt {
   };
 };
 
+// Does a sink leave other values in v's place? Then v is looked at before.
+template <class Sink, class = void>
+constexpr bool leaves_values = false;
+template <class Sink>
+constexpr bool leaves_values<Sink, std::enable_if_t<Sink::kLeavesValues>> = true;
+
 // The convolution for sinks whose results `each` computes one by one (conv/exact.cuh).
 template <class S, class Each, class... Sinks>
 void exact(const Convolution<S>& c, const Each& each, cudaStream_t stream, const Sinks&... given) {
   const int64_t of_sample = int64_t(c.slots()) * ((S::kOut + 15) / 16) * kBlockWarps;
   const Scratch<uint32_t> doubts(c.N * of_sample, stream);
-  convolve(c, stream, given..., Doubt{doubts});
+  if constexpr ((leaves_values<Sinks> || ...)) convolve(c, stream, Doubt{doubts}, given...);
+  else convolve(c, stream, given..., Doubt{doubts});
   conv::exact(Doubts{doubts, of_sample, nullptr, 0}, c.N, each, stream);
 }
 

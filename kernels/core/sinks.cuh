@@ -60,6 +60,23 @@ template <class... Sinks> constexpr int row_group() {
   return most;
 }
 
+// Does a tail read at places what its fetch(at, count) brings near?
+template <class Tail, class = void> constexpr bool fetches = false;
+template <class Tail> constexpr bool fetches<Tail, std::void_t<typename Tail::Fetches>> = true;
+
+// … for a tile of a warp's channels, whose first element in a plane is `first`, while its products are under way: a lane
+// a channel. Without that the tail waits for memory, and few warps have nothing else to do meanwhile.
+template <class Loop, class Tail>
+__device__ __forceinline__ void fetch_tile(const Tail& tail, const typename Loop::Place& place, int64_t first) {
+  if constexpr (fetches<Tail>) {
+    const int own = threadIdx.x % 32;
+    const int64_t plane = int64_t(place.height()) * place.width();
+    if (own >= 16 || !place.real(own)) return;
+    const int64_t at = (place.sample() * Loop::Place::kChannels + place.channel(own)) * plane + first;
+    tail.fetch(at, int(plane - first < Loop::kColumns ? plane - first : Loop::kColumns));
+  }
+}
+
 // Does it change v for those behind it?
 template <class Warp, class = void> constexpr bool has_offset = false;
 template <class Warp> constexpr bool has_offset<Warp, std::void_t<decltype(&Warp::offset)>> = true;

@@ -53,6 +53,14 @@ __device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, b
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
+// What a thread, or another, will read soon comes into the L2 cache: of `count` elements, if any, the whole 16 bytes; from Hopper on.
+template <class T> __device__ __forceinline__ void fetch_ahead(const T* from, int count) {
+#if __CUDA_ARCH__ >= 900
+  const uint64_t first = (uint64_t(from) + 15) / 16 * 16, last = uint64_t(from + count) / 16 * 16;
+  if (last > first)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first), "r"(uint32_t(last - first)) : "memory");
+#endif
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending> __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -116,8 +116,9 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
   };
 };
 
-// partial (N, C, parts). tail as store::Strips'; of conv::Identity sums are scaled at the end.
-template <class What, class Tail> struct Positions {
+// partial (N, C, parts). tail as store::Strips'; of conv::Identity sums are scaled at the end. kLeaves: v becomes what
+// the tail makes of it, for the sinks behind, which are not to scale it.
+template <class What, class Tail, bool kLeaves = false> struct Positions {
   typename What::Part* partial;
   Tail tail;
 
@@ -142,6 +143,7 @@ template <class What, class Tail> struct Positions {
     __device__ __forceinline__ void begin() {
       running.begin(), row = int64_t(place.row()) * place.width() + place.column();
     }
+    __device__ __forceinline__ void overlap() const { sinks::fetch_tile<Loop>(sink.tail, place, row); }
     template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
       const float2 power[2] = {place.unscale(g), place.unscale(g + 8)};
@@ -162,8 +164,11 @@ template <class What, class Tail> struct Positions {
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
-          for (int half = 0; half < 2; half++)
-            running.add(half, value(j, i, half), j * 8 + 2 * t + i < place.columns);
+          for (int half = 0; half < 2; half++) {
+            const float own = value(j, i, half);
+            running.add(half, own, j * 8 + 2 * t + i < place.columns);
+            if constexpr (kLeaves) v[j][half * 2 + i] = own;
+          }
       running.end_row(), row += Loop::kStride == 0 ? place.columns : place.width();
     }
     __device__ __forceinline__ void finish() const {

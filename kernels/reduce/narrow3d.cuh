@@ -117,9 +117,11 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
 
 // ----------------------------------------------------------------------------------------------------- positions
 
-// partial (N, C, parts), a part a tile: reduce::Positions'.
-template <class What, class Tail> struct Positions {
+// partial (N, C, parts), a part a tile: reduce::Positions'. kLeaves: v becomes what the tail makes of it, for the sinks
+// behind, which are not to scale it.
+template <class What, class Tail, bool kLeaves = false> struct Positions {
   using Part = typename What::Part;
+  static constexpr bool kLeavesValues = kLeaves;
   Part* partial;
   Tail tail;
 
@@ -151,7 +153,11 @@ template <class What, class Tail> struct Positions {
           const bool real = tile.q + 8 * j + 2 * t + u < tile.positions;
           count += real;
 #pragma unroll
-          for (int r = 0; r < 2; r++) running.add(r, value(j, u, r), real);
+          for (int r = 0; r < 2; r++) {
+            const float own = value(j, u, r);
+            running.add(r, own, real);
+            if constexpr (kLeaves) v[j][2 * r + u] = own;
+          }
         }
     }
     __device__ __forceinline__ void end() const {

@@ -21,8 +21,8 @@ struct Identity {
 // Four results of a channel at a time, or one by one (kVectors false) where y or a tile's rows don't start at
 // a multiple of four. A turn's results wait in shared memory until the next turn's products give time to
 // store them. kWhole: v is the whole convolution; else that of x - shift, to which somebody adds what is
-// missing.
-template <class Tail, class T, bool kVectors, bool kWhole = true>
+// missing. kScaled: v comes as products leave it; else a sink in front has left its tail's values in v's place.
+template <class Tail, class T, bool kVectors, bool kWhole = true, bool kScaled = true>
 struct Runs {
   static constexpr int kPitch = kTurn + 8;       // of a channel: stores of 8 channels meet no bank conflict
   static constexpr int kLanes = kTurn / 4;       // that store a channel's results of a turn
@@ -81,7 +81,7 @@ struct Runs {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int c = threadIdx.x % 32 / 4 + 8 * r;
-        unit[r] = place.unit(scale, r);
+        unit[r] = kScaled ? place.unit(scale, r) : 1.f;
         if constexpr (kAddsLevel) level[r] = room.level[c];
         if (c < channels) own[r] = sink.tail.channel(place.tile.n, place.first_channel + c);
       }

@@ -14,7 +14,8 @@ namespace store {
 //   struct Channel                                                what is the same for a channel of a sample
 //   Channel channel(int64_t n, int c) const                       c < C
 //   T operator()(float v, const Channel&, int64_t at) const       at: an element of y, always one that exists
-template <class T, class Tail> struct Strips {
+// kScaled: v comes as products leave it; else a sink in front has left its tail's values in v's place.
+template <class T, class Tail, bool kScaled = true> struct Strips {
   T* y;
   Tail tail;
 
@@ -54,7 +55,7 @@ template <class T, class Tail> struct Strips {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int own = half * 8 + g;
-        const float2 power = place.unscale(own);
+        const float2 power = kScaled ? place.unscale(own) : make_float2(1, 1);
         T* const row = staging + own * kStagingPitch + phase(own) + 2 * t;
         const int64_t at = out - y + (existing(own) - place.channel(0)) * plane();
 #pragma unroll
@@ -69,6 +70,7 @@ template <class T, class Tail> struct Strips {
     }
     __device__ __forceinline__ void overlap() {
       if (staged > 0) write_tile();
+      if constexpr (sinks::fetches<Tail>) sinks::fetch_tile<Loop>(tail, place, out - y - place.first * plane());
     }
     __device__ __forceinline__ void end() { overlap(); }
 

@@ -27,6 +27,9 @@ inline void copy_async_or_zero(void* to, const void* from, bool real) {
   emulation::copy_later(to, real ? from : nullptr, 16);
 }
 inline void commit_copies() { emulation::commit_copies(); }
+template <class T> void fetch_ahead(const T* from, int count) {
+  for (int i = 0; i < count; i++) *const_cast<const volatile T*>(from + i);  // which has to be there
+}
 template <int kPending> void await_copies() { emulation::await_copies(kPending); }
 
 // The word at `column` bytes of row `row` of the warp's, whose addresses its lanes have given.
