@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 
 import pytest
@@ -103,6 +104,32 @@ def test_sizes(mainloop, filters, size, name, through):
     """Channels that fill no block, or several; rows and planes that fill no tile, or several."""
     through(mainloop)
     assert_rule(model_of(filters, name), numerics.random_input((2, filters[1], *size)))
+
+
+def test_random_widths(through):
+    """Strips of every length, and every place in a sector that a row of dz may begin at."""
+    through("narrow2d")
+    model, draw = model_of((20, 5, 2, 3), "two sums"), random.Random(0)
+    for _ in range(6):
+        assert_rule(model, numerics.random_input((2, 5, draw.randint(3, 12), draw.randint(4, 60))))
+
+
+@pytest.mark.parametrize("mainloop", FILTERS)
+def test_ties(mainloop, through):
+    """Values at which a derivative jumps, exactly: zero of relu, three of the clamp."""
+    (filters, size), name = FILTERS[mainloop][0], "relu, hardswish by hand"
+    through(mainloop)
+    model = model_of(filters, name)
+    with torch.no_grad():
+        model.conv.weight.copy_(model.conv.weight.sign())
+        model.conv.bias.zero_()
+    x = torch.randint(-1, 2, (2, filters[1], *size)).float()
+    v = model.conv(x).detach().requires_grad_()
+    assert all((v == tie).any() for tie in (0, 3))
+    y, made = run(model, x)
+    torch.testing.assert_close(y.view(v.shape), model.tail(model, v).detach())
+    (expected,) = torch.autograd.grad(model.tail(model, v).sum(), v)
+    torch.testing.assert_close(made["dz"].view(v.shape), expected)
 
 
 # ------------------------------------------------------------------------------------------------------------- the same values
