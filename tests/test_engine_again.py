@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import inline_loader
 import numerics
 from inline_kernels import fuse
 from inline_kernels.bench import checks
@@ -104,12 +106,38 @@ def test_sizes(mainloop, filters, size, name, through):
     assert_rule(model_of(filters, name), numerics.random_input((2, filters[1], *size)))
 
 
+def test_random_widths(through):
+    """Strips of every length, and every place in a sector that a row of dz may begin at."""
+    through("narrow2d")
+    model, draw = model_of((20, 5, 2, 3), "two sums"), random.Random(0)
+    for _ in range(6):
+        assert_rule(model, numerics.random_input((2, 5, draw.randint(3, 12), draw.randint(4, 60))))
+
+
+@pytest.mark.parametrize("mainloop", FILTERS)
+def test_ties(mainloop, through):
+    """Values at which a derivative jumps, exactly: zero of relu, three of the clamp."""
+    (filters, size), name = FILTERS[mainloop][0], "relu, hardswish by hand"
+    through(mainloop)
+    model = model_of(filters, name)
+    with torch.no_grad():
+        model.conv.weight.copy_(model.conv.weight.sign())
+        model.conv.bias.zero_()
+    x = torch.randint(-1, 2, (2, filters[1], *size)).float()
+    v = model.conv(x).detach().requires_grad_()
+    assert all((v == tie).any() for tie in (0, 3))
+    y, made = run(model, x)
+    torch.testing.assert_close(y.view(v.shape), model.tail(model, v).detach())
+    (expected,) = torch.autograd.grad(model.tail(model, v).sum(), v)
+    torch.testing.assert_close(made["dz"].view(v.shape), expected)
+
+
 # ------------------------------------------------------------------------------------------------------------- the same values
 
 
 def squared(filters) -> nn.Module:
-    """dz is v, twice, and y its square: both say what v was."""
-    return random_model(filters, lambda m, v: v.square(), bias=False)
+    """dz is v with its bias, twice, and y the square: both say what v was. Sums and what is stored are of one value."""
+    return random_model(filters, lambda m, v: v.square())
 
 
 def run(model: nn.Module, x: torch.Tensor, dy: torch.Tensor | None = None) -> tuple[torch.Tensor, dict]:
@@ -132,8 +160,24 @@ def test_v_is_the_same_bit_for_bit(mainloop, through):
         for n, value in enumerate([1e30, 2.0**24], 3):
             x[(n, 0, *[extent // 2 for extent in size])] = value
         y, made = run(squared(filters), x)
-        v = made["dz"].view(y.shape) / 2
-        assert y[:4].isfinite().any() and torch.equal(v.square(), y)
+        assert y[:4].isfinite().any() and torch.equal((made["dz"].view(y.shape) / 2).square(), y)
+
+
+def test_tiles_hang_on_no_sinks(through, monkeypatch):
+    """Whatever room shared memory has: a tile of other rows would have another scale."""
+    through("narrow3d")
+    loaded, own = [], inline_loader.load
+    monkeypatch.setattr(inline_loader, "load", lambda *a, **k: loaded.append(own(*a, **k)) or loaded[-1])
+    model, x = squared((16, 3, 2, 3, 3)), numerics.random_input((4, 3, 3, 40, 9))
+    x *= torch.logspace(-4, 4, 40)[:, None]
+    run(model, x)
+    by_name = dict(zip(["tail_conv", "sinks_conv", "again_conv"], loaded))
+    monkeypatch.setattr(inline_loader, "load", lambda name, **_: by_name[name])
+    for room in range(66 << 10, 100 << 10, 1 << 10):
+        for each in loaded:
+            each.library.emulation_device(4, room)
+        y, made = run(model, x)
+        assert torch.equal((made["dz"].view(y.shape) / 2).square(), y), room
 
 
 def test_where_tiles_would_be_others_v_is_kept(through, monkeypatch):
@@ -148,8 +192,8 @@ def test_where_tiles_would_be_others_v_is_kept(through, monkeypatch):
 
 
 def bounded(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
-    """A gradient that is finite wherever dy is."""
-    return F.mish(torch.clamp(v, -2, 2))
+    """A gradient that is finite wherever dy is: zero of NaN, one of infinity."""
+    return F.mish(torch.clamp(v, min=-2))
 
 
 @pytest.mark.parametrize("mainloop", FILTERS)

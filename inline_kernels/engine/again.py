@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import torch
 
+import inline_loader
+
 from . import (
     choice,
     direct,
@@ -320,8 +322,9 @@ def plan(case: Case) -> load_plan.Plan:
         [launch.made.index(name) for name in ("y", *[array.name for array in made.composed.saved])]
     )
     made.instead = lambda arguments, _: pick(launch.run(arguments))
-    # It keeps no argument.
-    own = found.program, found.backward, found.mainloop, found.build(case, found.backward), case.exact_order
+    request = found.build(case, found.backward)
+    inline_loader.load(**request)  # what can't be built is known before forward runs
+    own = found.program, found.backward, found.mainloop, request, case.exact_order
     made.again = functools.partial(_launch_back, made, *own)
     return made
 
@@ -337,7 +340,7 @@ def _launch_back(
     given: Sequence[str],
     shapes: Mapping,
 ) -> Launch:
-    """shapes: of what isn't of its own."""
+    """For arguments like the plan's, of which it keeps none. shapes: of what isn't of its own."""
 
     def entry(array: Array, place: int | None) -> Entry:
         shape = None
