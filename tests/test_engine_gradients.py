@@ -9,7 +9,7 @@ import torch
 
 import numerics
 from inline_kernels import fuse
-from inline_kernels.engine import choice, precision, stored
+from inline_kernels.engine import choice, layouts, library, precision, stored
 from inline_kernels.engine import gradients as own
 from inline_kernels.engine.cases import Case
 from own_gradients import DTYPES, TAILS, assert_rule, gradients, ours, ways, why  # noqa: F401
@@ -100,9 +100,50 @@ def test_in_float32(sizes, dx, ours):
     assert_rule(model, x.requires_grad_(dx), ran, tf32=False)
 
 
+def lying(model: torch.nn.Module, x: torch.Tensor, *what: str) -> torch.Tensor:
+    """x; it, the filters, or both, are channels last then."""
+    layout = library.channels_last(x)
+    if "filters" in what:
+        model.conv.weight.data = model.conv.weight.data.contiguous(memory_format=layout)
+    return x.contiguous(memory_format=layout) if "x" in what else x
+
+
+LAST = {"x": ("x",), "filters": ("filters",), "all": ("x", "filters")}
+
+
+@pytest.mark.parametrize("what", LAST)
+@pytest.mark.parametrize("sizes, architecture, dtype", ways(AROUND[:1] + AROUND[3:]), ids=str)
+def test_channels_last(sizes, architecture, dtype, what, ours):
+    """Each as it lies; dz lies as eager's result, channels last, and the weight's gradient as the weight does."""
+    filters, image, padding = sizes
+    ran = ours(architecture)
+    for dx in (False, True):
+        torch.manual_seed(0)
+        model = random_model(filters, lambda m, v: torch.tanh(v) * 2, padding=padding).to(dtype)
+        x = numerics.random_input((3, filters[1], *image), dtype=dtype)
+        if dtype == torch.float32:
+            x *= torch.tensor([1e-9, 1.0, 1e4]).view(-1, *[1] * (len(image) + 1))
+        x = lying(model, x, *LAST[what]).requires_grad_(dx)
+        ran.clear()
+        assert_rule(model, x, ran)
+        assert library.is_channels_last(gradients(fuse(model), x)["conv.weight"]) == ("filters" in LAST[what])
+
+
+@pytest.mark.parametrize("sizes", AROUND, ids=str)
+def test_channels_last_in_float32(sizes, ours):
+    filters, image, padding = sizes
+    ran = ours(900, False)
+    torch.manual_seed(0)
+    model = random_model(filters, lambda m, v: v * m.by_channel, padding=padding)
+    x = numerics.random_input((3, filters[1], *image))
+    x *= torch.tensor([1e-9, 1.0, 1e4]).view(-1, *[1] * (len(image) + 1))
+    assert_rule(model, lying(model, x, "x"), ran, tf32=False)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["planes", "last"])
 @pytest.mark.parametrize("tf32", [True, False], ids=["tf32", "float32"])
 @pytest.mark.parametrize("architecture", [800, 900])
-def test_magnitudes_of_dz_in_planes(architecture, tf32, ours):
+def test_magnitudes_of_dz_that_is_packed(architecture, tf32, last, ours):
     """As test_magnitudes, of what is packed where it is needed."""
     ran = ours(architecture, tf32)
     torch.manual_seed(0)
@@ -110,7 +151,8 @@ def test_magnitudes_of_dz_in_planes(architecture, tf32, ours):
     x, dy = numerics.random_input((4, 9, 3, 6, 40)), torch.randn(4, 16, 2, 4, 39)
     dy *= torch.tensor([1e-12, 1.0, 3e7, 0.0]).view(-1, 1, 1, 1, 1)
     dy[1, 5, 1, 2, 20] = 1e6  # beyond what is seen
-    assert_rule(model, x.requires_grad_(), ran, dy, tf32)
+    x = lying(model, x, *["x"] * last).requires_grad_()
+    assert_rule(model, x, ran, dy, tf32)
 
 
 @pytest.mark.parametrize("architecture", [800, 900])
@@ -147,10 +189,11 @@ def test_nothing_but_zeros_and_an_infinity(ours):
     assert found[5, 3].eq(INF).all() and found[:5, :3].eq(0).all() and found[0, 3].isnan().all()
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["planes", "last"])
 @pytest.mark.parametrize("architecture", [800, 900])
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("of_x", [True, False], ids=["x", "dz"])
-def test_special_values(of_x, padding, architecture, ours):
+def test_special_values(of_x, padding, architecture, last, ours):
     """At the start of a row, in its middle, and where it ends for one tap and goes on for others: they spoil what they spoil in eager."""
     ran = ours(architecture)
     torch.manual_seed(0)
@@ -161,6 +204,7 @@ def test_special_values(of_x, padding, architecture, ours):
     for i, (at, value) in enumerate([(0, NAN), (33, -INF), (last, INF), (last - 1, INF), (last - 2, -INF)]):
         spoilt[i % 3, i, 4, at] = value
     spoilt[0, 5, 0, 0] = NAN  # the first of all
+    x = lying(model, x, *["x"] * last)
     found = gradients(fuse(copy.deepcopy(model)), x, dy)["conv.weight"]
     exact = gradients(copy.deepcopy(model).double(), x.double(), dy)["conv.weight"]
 
@@ -211,15 +255,28 @@ def test_bitwise_repeatable(ours):
 # -------------------------------------------------------------------------------------------------------------------- who runs
 
 
-@pytest.mark.parametrize("channels, by_ours", [((24, 9), [1]), ((40, 36), [])], ids=["planes", "last"])
-def test_where_the_library_gives_that_of_x(channels, by_ours, ours):
-    """Of dz in planes ours give the weight's; of dz channels last, which ours don't take, the library gives both."""
-    ran = ours()
-    model = random_model((*channels, 3, 2), lambda m, v: v + m.by_channel)
+@pytest.mark.parametrize("channels", [(24, 9), (40, 36)], ids=["planes", "last"])
+@pytest.mark.parametrize("tail", ["v", "mish"])
+def test_where_the_library_gives_that_of_x(channels, tail, ours, monkeypatch):
+    """Of the same dz ours give the weight's, in whichever layout a pass has written it, and nobody turns x."""
+    ran, asked, backward = ours(), [], library.convolve_backward
+    monkeypatch.setattr(
+        library, "convolve_backward", lambda *given: asked.append(given[4]) or backward(*given)
+    )
+    turned = []
+    channels_last = layouts.Turns.channels_last
+    monkeypatch.setattr(
+        layouts.Turns,
+        "channels_last",
+        lambda self, like, *given: turned.append([*like.shape]) or channels_last(self, like, *given),
+    )
+    tails = {"v": lambda m, v: v + m.by_channel, "mish": lambda m, v: torch.nn.functional.mish(v)}
+    model = random_model((*channels, 3, 2), tails[tail])
     x = numerics.random_input((2, channels[1], 9, 20)).requires_grad_()
     y = fuse(model)(x)
+    turned.clear()
     dx, dw = torch.autograd.grad(y, (x, model.conv.weight), torch.ones_like(y))
-    assert ran == by_ours
+    assert ran == [1] and asked == [(True, False)] and [*x.shape] not in turned
     exact = torch.autograd.grad(model(x).sum(), (x, model.conv.weight))
     torch.testing.assert_close((dx, dw), exact, rtol=1e-3, atol=1e-2)
 

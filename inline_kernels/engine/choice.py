@@ -257,19 +257,26 @@ def inside_loses(start: float, instructions: int, moved: int, scale) -> bool:
     return inside > 1e6 * moved / (PASS_BYTES * scale.memory)
 
 
+class Differentiated(NamedTuple):
+    """How kernels/grad/packed_weight.cuh gives a weight's gradient. packs: of a dz that it packs. split: of two float16 an operand, where the
+    library runs float32. last: does x lie channels last, as dz then does?"""
+
+    packs: bool = False
+    split: bool = False
+    last: bool = False
+
+
 def weight_gradient(
     image: Sequence[int],
     filters: Sequence[int],
     size: Sequence[int],
     itemsize: int,
-    packs: bool,
-    split: bool,
+    how: Differentiated,
     device,
 ) -> tuple[float, float]:
     """Microseconds of the weight's gradient by our own kernel, and by the library, of a dz of those extents that is written before: in 16 bits, or
-    channels last as x then is, too; of volumes, and in float32, in planes. packs: ours of dz in planes, which it packs. split: of two float16 an
-    operand, where the library runs float32."""
-    outputs, channels, *kernel = filters
+    channels last as x then is, too, which the library's is turned to; of volumes, and in float32, in planes."""
+    (outputs, channels, *kernel), (packs, split, last) = filters, how
     *lines, columns = size
     pixels, planes = image[0] * math.prod(size), math.prod(kernel[:-2])
     x, dz, taps = math.prod(image), pixels * outputs, planes * math.prod(kernel[-2:])
@@ -285,8 +292,8 @@ def weight_gradient(
     ours = WEIGHT_LAUNCHES[itemsize] * PACKING_START
     ours += packed * (1 + split) / bytes_a_time + max(products, read * (1 + split))
     rate, turned = LIBRARY_WEIGHT_OPERATIONS[itemsize], 2 * itemsize * x + itemsize * dz
-    if split:
-        rate, turned = LIBRARY_WEIGHT_FLOAT32, 0
+    if split or last:
+        rate, turned = LIBRARY_WEIGHT_FLOAT32 if split else rate, 0
     if len(kernel) == 3:
         each, most = LIBRARY_VOLUMES_WEIGHT[itemsize, split]
         rate, turned = min(each * channels, most), 0

@@ -2,7 +2,8 @@
 // g, and whatever x is, they are copied to the stages as they lie, and nobody converts them.
 //
 // Of images and of volumes, whose planes are images: a block has the taps of one plane of the filter, or of a few.
-// x is packed with the zeros that are around it.
+// x is packed with the zeros that are around it. x, and g where it isn't packed yet, come in planes or channels last, each as
+// it lies; so goes dweight.
 //
 // Samples have scales of their own. Sums are under that of the sample at hand, and are multiplied by a power
 // of two where the next one has another.
@@ -14,9 +15,16 @@
 #include "conv/stream_views.cuh"
 #include "conv/wide.cuh"
 #include "grad/packed.cuh"
+#include "grad/packed_last.cuh"
 #include "grad/wide_weight.cuh"
 
 namespace grad {
+
+// How a tensor lies; g alone may be packed already, in units of one part. The launcher's array of one that lies kLast is (N, …, C).
+enum class Lies { kUnits, kPlanes, kLast };
+template <Lies kG_, Lies kX_, Lies kWeight_> struct Lying {
+  static constexpr Lies kG = kG_, kX = kX_, kWeight = kWeight_;
+};
 
 // So many powers of two are left for the sums of samples with larger products. A sample whose products are smaller
 // yet counts as if its largest were 2^-60 of the largest of all.
@@ -354,44 +362,45 @@ packed_weight_kernel(float* partial, typename Loop::Source source, int64_t N, in
 }
 
 // dweight, from the partial sums of all splits. Grid: sums of a thread, kBlocks.
-template <class Loop>
+template <class Loop, bool kLast>
 __global__ void __launch_bounds__(kThreads)
 merge_packed_kernel(typename Loop::value_t* dweight, const float* partial, typename Loop::Source source,
                     int64_t splits, int64_t N) {
 #if __CUDA_ARCH__ >= 800
-  merge_splits<Loop>(dweight, partial, splits, [&] { return Loop::common_exponent(source, N); });
+  merge_splits<Loop, kLast>(dweight, partial, splits, [&] { return Loop::common_exponent(source, N); });
 #endif
 }
 
 constexpr int64_t kMostUnits = 1 << 30;  // of a sample: what goes through them in int goes on a little behind them
 
 // Along an axis: x with what is around it, and g.
-template <class Filter, class Around> struct PackedSizes {
+template <class Filter, class Around, Lies kX> struct PackedSizes {
   int64_t of_x[3] = {1, 1, 1}, of_g[3] = {1, 1, 1};  // planes, rows, columns
   conv::Lattice at{};
   template <class T> explicit PackedSizes(const In<T>& x) {
-    constexpr int kDims = Filter::kDims;
+    constexpr int kDims = Filter::kDims, kFirst = kX == Lies::kLast ? 1 : 2;
     for (int i = 0; i < kDims; i++) {
       const int axis = 3 - kDims + i;
-      of_x[axis] = x.size(2 + i) + 2 * Around::kBefore[i], of_g[axis] = of_x[axis] - Filter::kExtent[i] + 1;
-      at.before[axis] = Around::kBefore[i], at.extents[axis] = int(x.size(2 + i));
+      of_x[axis] = x.size(kFirst + i) + 2 * Around::kBefore[i], of_g[axis] = of_x[axis] - Filter::kExtent[i] + 1;
+      at.before[axis] = Around::kBefore[i], at.extents[axis] = int(x.size(kFirst + i));
     }
+    conv::expect(x.dims == kDims + 2 && x.size(kX == Lies::kLast ? -1 : 1) == Filter::kIn, "the channels that are compiled for");
     if (kDims == 2) at.extents[0] = 1;
     conv::expect(of_g[0] > 0 && of_g[1] > 0 && of_g[2] > 0, "an image as large as the filter at least");
     conv::expect(of_x[0] * of_x[1] * of_x[2] * ((Filter::kIn + 7) / 8) <= kMostUnits, "a sample that is counted in int");
     at.row = int(of_x[2]), at.plane = int(of_x[1] * of_x[2]), at.sample = int(of_x[0] * of_x[1] * of_x[2]);
   }
   int64_t positions() const { return of_g[0] * of_g[1] * of_g[2]; }
-  // Of g in planes, packed as it lies.
-  conv::Lattice as_it_lies() const {
+  // Of g, which nothing is around.
+  conv::Lattice of_result() const {
     return {int(of_g[2]), int(of_g[1] * of_g[2]), int(positions()), 0, {}, {int(of_g[0]), int(of_g[1]), int(of_g[2])}};
   }
 };
 
 // dweight, of g in units, of which that many parts a value has (N, parts, kOut / 8, positions), and of x.
-template <class Build, class Around, class Scales>
-void of_units(const Out<typename Build::value_t>& dweight, const uint4* g, const Scales& scales,
-              const In<typename Build::value_t>& x, const PackedSizes<typename Build::Filter, Around>& sizes, cudaStream_t stream) {
+template <class Build, class Lying, class Around, class Scales>
+void of_units(const Out<typename Build::value_t>& dweight, const uint4* g, const Scales& scales, const In<typename Build::value_t>& x,
+              const PackedSizes<typename Build::Filter, Around, Lying::kX>& sizes, cudaStream_t stream) {
   using Filter = typename Build::Filter;
   using Operands = typename Build::Operands;
   using Target = typename Build::Target;
@@ -401,19 +410,21 @@ void of_units(const Out<typename Build::value_t>& dweight, const uint4* g, const
   constexpr bool kBySm90 = Target::kCapability == 90 && Sm90::fits(Target::kSharedLimit);
   using Loop = std::conditional_t<kBySm90, Sm90, PackedWeightSm80<Filter, Operands, Target, Source>>;
   static_assert(Filter::kOut % 8 == 0, "whole units");
-  conv::expect(x.dims == Filter::kDims + 2 && x.size(1) == Filter::kIn && dweight.numel() == Filter::kOut * Filter::kIn * Filter::kTaps,
-               "the channels and the filter that are compiled for");
+  conv::expect(dweight.numel() == Filter::kOut * Filter::kIn * Filter::kTaps, "the filter that is compiled for");
   const int64_t N = x.size(0), H = sizes.of_x[1], W = sizes.of_x[2];
   const Scratch<uint32_t> largest_x(N, stream);
   const Scratch<uint4> packed_x(N * Input::kChannelGroups * Operands::kParts * sizes.at.sample, stream);
   const conv::Scales<Finite<Operands>> input_scales{largest_x, N};
   cudaMemsetAsync(largest_x, 0, N * sizeof(uint32_t), stream);
-  if constexpr (Around::kAny || Operands::kSplit) {
+  if constexpr (Lying::kX == Lies::kLast) {
+    pack_last<conv::Views<Filter, Finite<Operands>>>(packed_x, input_scales, x, sizes.at, stream);
+  } else if constexpr (Around::kAny || Operands::kSplit) {
     conv::pack_views<conv::Views<Filter, Finite<Operands>>>(packed_x, input_scales, x, sizes.at, stream);
   } else {
     pack_input<Input>(packed_x, largest_x, x, N, sizes.at.sample, stream);
   }
   const Source source{g, packed_x, scales, input_scales, int(sizes.of_g[0]), int(sizes.of_x[0])};
+  constexpr bool kLast = Lying::kWeight == Lies::kLast;
   // A block fills a multiprocessor.
   const int64_t most = device_attribute(cudaDevAttrMultiProcessorCount) / Loop::kBlocks;
   const int64_t strips = Strips(sizes.of_g[1], sizes.of_g[2]).count(N * sizes.of_g[0]);
@@ -422,31 +433,33 @@ void of_units(const Out<typename Build::value_t>& dweight, const uint4* g, const
   allow_shared<packed_weight_kernel<Loop>>();
   const dim3 grid(splits, Loop::kBlocks), merged(Loop::kThreadSums, Loop::kBlocks);
   packed_weight_kernel<Loop><<<grid, Loop::kBlockThreads, Loop::kSharedBytes, stream>>>(partial, source, N, H, W);
-  merge_packed_kernel<Loop><<<merged, kThreads, 0, stream>>>(dweight, partial, source, splits, N);
+  merge_packed_kernel<Loop, kLast><<<merged, kThreads, 0, stream>>>(dweight, partial, source, splits, N);
 }
 
-// dweight, of g (packed_size) in units of one part; or, kOfPlanes, in planes.
-template <class Build, class Around, bool kOfPlanes>
+// dweight, of g as it lies: packed_size in units of one part, or a tensor.
+template <class Build, class Around, class Lying>
 void packed_weight(const Out<typename Build::value_t>& dweight, const In<typename Build::value_t>& g,
                    const In<typename Build::value_t>& x, cudaStream_t stream) {
   using value_t = typename Build::value_t;
   constexpr int kOut = Build::Filter::kOut;
-  const PackedSizes<typename Build::Filter, Around> sizes(x);
+  const PackedSizes<typename Build::Filter, Around, Lying::kX> sizes(x);
   const int64_t N = x.size(0), positions = sizes.positions();
-  if constexpr (kOfPlanes) {
+  if constexpr (Lying::kG == Lies::kUnits) {
+    static_assert(!Build::Operands::kSplit, "units are of one part");
+    conv::expect(g.numel() == packed_size<value_t>(N, kOut, positions), "g in units");
+    value_t* const given = const_cast<value_t*>(g.data);
+    of_units<Build, Lying>(dweight, reinterpret_cast<const uint4*>(given), scales_of(given, N, kOut, positions), x, sizes, stream);
+  } else {
     using Operands = Finite<OfGradient<typename Build::Operands>>;
+    using Views = conv::Views<conv::Filter<kOut, 1, 1, 1>, Operands>;
     conv::expect(g.numel() == N * kOut * positions && positions * (kOut / 8) <= kMostUnits, "g of the result's sizes");
     const Scratch<uint32_t> magnitudes(2 * N, stream);
     const Scratch<uint4> units(N * (kOut / 8) * Operands::kParts * positions, stream);
     cudaMemsetAsync(magnitudes, 0, 2 * N * sizeof(uint32_t), stream);
     const conv::Scales<Operands> scales{magnitudes, N};
-    conv::pack_views<conv::Views<conv::Filter<kOut, 1, 1, 1>, Operands>>(units, scales, g, sizes.as_it_lies(), stream);
-    of_units<Build>(dweight, units, scales, x, sizes, stream);
-  } else {
-    static_assert(!Build::Operands::kSplit, "units are of one part");
-    conv::expect(g.numel() == packed_size<value_t>(N, kOut, positions), "g in units");
-    value_t* const given = const_cast<value_t*>(g.data);
-    of_units<Build>(dweight, reinterpret_cast<const uint4*>(given), scales_of(given, N, kOut, positions), x, sizes, stream);
+    if constexpr (Lying::kG == Lies::kLast) pack_last<Views>(units, scales, g, sizes.of_result(), stream);
+    else conv::pack_views<Views>(units, scales, g, sizes.of_result(), stream);
+    of_units<Build, Lying>(dweight, units, scales, x, sizes, stream);
   }
 }
 
