@@ -87,6 +87,31 @@ def test_volumes_and_zeros_around_x(sizes, architecture, dtype, ours):
         assert_rule(model, x.requires_grad_(dx), ran)
 
 
+# Lines, of short rows: planes that end in a step's first 16 positions and in later ones, or are few; that one step's taps meet, and two's.
+LINES = [
+    ((72, 24, 3, 3), (14, 14), 1),
+    ((8, 17, 3, 3), (7, 7), 1),
+    ((24, 70, 3, 3), (6, 36), (1, 1)),
+    ((16, 9, 2, 3), (5, 48), (0, 1)),
+    ((80, 65, 1, 1), (9, 13), 0),
+    ((8, 20, 3, 3, 3), (3, 5, 12), 1),
+]
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["planes", "last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", LINES, ids=str)
+def test_lines(sizes, dtype, last, ours):
+    filters, image, padding = sizes
+    ran = ours()
+    torch.manual_seed(0)
+    model = random_model(filters, lambda m, v: torch.tanh(v) * 2, padding=padding).to(dtype)
+    x = numerics.random_input((5, filters[1], *image), dtype=dtype)
+    if dtype == torch.float32:
+        x *= torch.tensor([1e-9, 1.0, 1e4, 0.0, 1.0]).view(-1, *[1] * (len(image) + 1))
+    assert_rule(model, lying(model, x, *["x"] * last), ran)
+
+
 @pytest.mark.parametrize("dx", [False, True], ids=["", "dx"])
 @pytest.mark.parametrize("sizes", AROUND, ids=str)
 def test_in_float32(sizes, dx, ours):
@@ -192,17 +217,19 @@ def test_nothing_but_zeros_and_an_infinity(ours):
 @pytest.mark.parametrize("last", [False, True], ids=["planes", "last"])
 @pytest.mark.parametrize("architecture", [800, 900])
 @pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("width", [70, 31], ids=["rows", "lines"])
 @pytest.mark.parametrize("of_x", [True, False], ids=["x", "dz"])
-def test_special_values(of_x, padding, architecture, last, ours):
-    """At the start of a row, in its middle, and where it ends for one tap and goes on for others: they spoil what they spoil in eager."""
+def test_special_values(of_x, width, padding, architecture, last, ours):
+    """At the start of a row, in its middle, and where it ends for one tap and goes on for others; and where the plane does: they spoil what they
+    spoil in eager."""
     ran = ours(architecture)
     torch.manual_seed(0)
     model = random_model((16, 6, 3, 3), lambda m, v: v + m.by_channel, padding=padding)
-    x, dy = torch.randn(3, 6, 8 - 2 * padding, 70 - 2 * padding), torch.randn(3, 16, 6, 68)
+    x, dy = torch.randn(3, 6, 8 - 2 * padding, width - 2 * padding), torch.randn(3, 16, 6, width - 2)
     spoilt = x if of_x else dy
-    last = spoilt.shape[3] - 1
-    for i, (at, value) in enumerate([(0, NAN), (33, -INF), (last, INF), (last - 1, INF), (last - 2, -INF)]):
-        spoilt[i % 3, i, 4, at] = value
+    end = spoilt.shape[3] - 1
+    for i, (at, value) in enumerate([(0, NAN), (width // 2, -INF), (end, INF), (end - 1, INF), (end - 2, -INF)]):
+        spoilt[i % 3, i, 4 if i < 3 else -1, at] = value
     spoilt[0, 5, 0, 0] = NAN  # the first of all
     x = lying(model, x, *["x"] * last)
     found = gradients(fuse(copy.deepcopy(model)), x, dy)["conv.weight"]
@@ -327,6 +354,33 @@ def test_the_faster_of_ours(ours, monkeypatch):
         monkeypatch.setattr(choice, "few_weights_gradient", lambda *_, faster=faster: (faster, 2.0))
         assert own.fastest(segment, *arguments[:2], False, True, in_units=True) == (None, found)
     assert own.fastest(segment, *arguments[:2], False, True, in_units=False) == (None, own.PACKS)
+
+
+@pytest.mark.parametrize(
+    "channels, extent, cut",
+    [(64, 56, None), (128, 28, 1), (256, 14, 1), (512, 7, 1), (64, 256, None), (256, 64, None), (128, 48, 2)],
+)
+def test_networks_at_their_full_sizes(channels, extent, cut, gpu, monkeypatch):  # noqa: F811
+    """All channels last. In TF32 the expected times say ours, by lines where rows are short; of one tap, and in 16 bits, the library."""
+    gpu(architecture=900, multiprocessors=132)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
+
+    def found(taps: int, dtype: torch.dtype) -> own.Ways:
+        model = random_model((8, 8, taps, taps), TAILS["gates"], padding=taps // 2)
+        segment, _ = given(model, torch.randn(2, 8, 9, 9))
+        x = torch.empty(32, channels, extent, extent, device="meta", dtype=dtype)
+        weight = torch.empty(channels, channels, taps, taps, device="meta", dtype=dtype)
+        x = x.contiguous(memory_format=torch.channels_last)
+        if taps == 3 and dtype == torch.float32:
+            (asked,) = own.requests(own.Ways(None, own.PACKS), segment, x, weight, True).values()
+            assert ("grad::Rows" if cut is None else f"grad::Lines<{cut}>") in asked["source"]
+            assert asked["source"].count("grad::Lies::kLast") == 2
+        for dx in (False, True):
+            ways = own.fastest(segment, x, weight, dx, True, in_units=False, last=True)
+        return ways
+
+    assert found(3, torch.float32) == (None, own.PACKS)
+    assert found(1, torch.float32) == found(3, torch.bfloat16) == (None, None)
 
 
 @pytest.mark.parametrize("number", [1, 4, 17, 32, 35, 46, 52, 54])

@@ -120,6 +120,9 @@ LIBRARY_WEIGHT_FLOAT32 = 60e6
 LIBRARY_VOLUMES_WEIGHT = {(4, True): (0.3e6, 41e6), (4, False): (2.5e6, 200e6), (2, False): (5e6, 700e6)}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
 LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
+# By lines (kernels/grad/packed_lines.cuh), predicted: of each 64 positions twice as many bytes come to shared memory, whose bandwidth products take
+# whole; and of a plane's x alone, positions that take as long as so many with products.
+LINES_OPERATIONS, LINES_AHEAD = 450e6, 24
 INPUT_OPERATIONS = {True: 560e6, False: 320e6}
 # The library's of x, of volumes in TF32, of which it computes 128 channels in at once below 32, and 32 channels out (fitted to its kernels in
 # trials/input_gradients.json: 46e6 to 122e6; with 3 channels in half of that); of images with few channels, for each, at least as of 8 (24e6 of 8, in float32 7e6 of 8, 18e6 of 16).
@@ -131,7 +134,8 @@ LIBRARY_FEW_INPUT, LIBRARY_FEW_INPUT_FLOAT32 = {2: 7e6, 4: 3.5e6}, 1.1e6
 # longer one of products and bytes, and a part of the shorter one, which isn't hidden.
 LIBRARY_FEW_WEIGHTS, LIBRARY_FEW_WEIGHTS_MOST, LIBRARY_FEW_VOLUMES = 2.6e6, 32e6, 23e6
 FEW_WEIGHTS_OPERATIONS, FEW_WEIGHTS_START, FEW_WEIGHTS_BESIDE = 200e6, 15, 0.6
-WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
+# Of ours, with the two more that packs dz; where x and dz lie channels last, by launches for both.
+WEIGHT_LAUNCHES = {False: {2: 5, 4: 7}, True: {2: 3, 4: 5}}
 
 
 # A tail inside a mainloop, in float32, picoseconds of an element that are not hidden: of wide's tails at least, of a second result, and of each
@@ -259,11 +263,12 @@ def inside_loses(start: float, instructions: int, moved: int, scale) -> bool:
 
 class Differentiated(NamedTuple):
     """How kernels/grad/packed_weight.cuh gives a weight's gradient. packs: of a dz that it packs. split: of two float16 an operand, where the
-    library runs float32. last: does x lie channels last, as dz then does?"""
+    library runs float32. last: does x lie channels last, as dz then does? later: tiling.later_lines."""
 
     packs: bool = False
     split: bool = False
     last: bool = False
+    later: int | None = None
 
 
 def weight_gradient(
@@ -276,7 +281,7 @@ def weight_gradient(
 ) -> tuple[float, float]:
     """Microseconds of the weight's gradient by our own kernel, and by the library, of a dz of those extents that is written before: in 16 bits, or
     channels last as x then is, too, which the library's is turned to; of volumes, and in float32, in planes."""
-    (outputs, channels, *kernel), (packs, split, last) = filters, how
+    (outputs, channels, *kernel), (packs, split, last, later) = filters, how
     *lines, columns = size
     pixels, planes = image[0] * math.prod(size), math.prod(kernel[:-2])
     x, dz, taps = math.prod(image), pixels * outputs, planes * math.prod(kernel[-2:])
@@ -284,12 +289,23 @@ def weight_gradient(
     # Blocks have 64 channels of either kind, and strips of 64 columns. Of few channels several planes of the filter lie side by side.
     beside = max(1, min(64 // (-(-channels // 8) * 8), planes))
     blocks = -(-outputs // 64), -(-channels // 64) * -(-planes // beside)  # of channels out; in, and planes
-    products = 2 * image[0] * math.prod(lines) * -(-columns // 64) * 64 * math.prod(blocks) * 64**2
+    positions, rate = math.prod(lines) * -(-columns // 64) * 64, device.capability == (9, 0) and not split
+    rate, again = WEIGHT_OPERATIONS[rate], 1
+    if later is not None:  # x is staged for each column of taps
+        *depth, height = lines
+        positions, rate, again = math.prod(depth) * -(-height * columns // 16) * 16, LINES_OPERATIONS, kernel[-1]
+        positions += math.prod(depth) * later * LINES_AHEAD
+    products = 2 * image[0] * positions * math.prod(blocks) * 64**2
     products *= math.prod(kernel[-2:]) * (3 if split else 1)
-    products /= WEIGHT_OPERATIONS[device.capability == (9, 0) and not split] * compute
-    read = 2 * (dz * blocks[1] + x * beside * blocks[0]) / bytes_a_time
+    # Each block has a multiprocessor, and its part of the filters; as many as there are multiprocessors share positions.
+    all_blocks = math.prod(blocks)
+    splits = max(device.multiprocessors // all_blocks, 1)
+    turns = -(-all_blocks * splits // device.multiprocessors)
+    products *= turns * device.multiprocessors / (all_blocks * splits) / (rate * compute)
+    read = 2 * (dz * blocks[1] + x * beside * blocks[0] * again) / bytes_a_time
     packed = (itemsize + 2) * x + (itemsize + 4 if packs else 2) * dz
-    ours = WEIGHT_LAUNCHES[itemsize] * PACKING_START
+    ours = WEIGHT_LAUNCHES[last][itemsize] * PACKING_START
+    ours += 4 * 64**2 * math.prod(kernel[-2:]) * all_blocks * splits / bytes_a_time  # sums are merged
     ours += packed * (1 + split) / bytes_a_time + max(products, read * (1 + split))
     rate, turned = LIBRARY_WEIGHT_OPERATIONS[itemsize], 2 * itemsize * x + itemsize * dz
     if split or last:

@@ -47,7 +47,7 @@ EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> other, c
   grad::packed_{name}<BUILD>(gradient, dz, other, stream);
 }}
 """
-_OF_WEIGHT = "Build, conv::Around<PADDED, {befores}>, grad::Lying<{lying}>"
+_OF_WEIGHT = "Build, conv::Around<PADDED, {befores}>, grad::Lying<{lying}>, {cut}"
 _FEW_TEXT = """// The gradient of {of}
 #include "grad/few_weight.cuh"
 
@@ -91,9 +91,9 @@ def fastest(
         if ours[0] <= others:
             return Ways(PACKED if dx else None, PACKED)
     if packs_obstacle(segment, x, weight) is None and packs_expected(segment, x, weight)[0] <= of_few:
-        # For x's gradient in TF32 dz may be rounded.
-        planes = not dx or of_x or layouts.fastest(segment, x, weight, "dx") == layouts.PLANES
-        if planes or not _splits(segment, x, weight):
+        # For the library's gradient of x in TF32 dz may be rounded.
+        by_library = dx and not of_x and layouts.fastest(segment, x, weight, "dx") == layouts.FOR_TF32
+        if not (by_library and _splits(segment, x, weight)):
             return Ways(of_x, PACKS)
     return Ways(of_x, of_weight)
 
@@ -307,7 +307,8 @@ def weight_expected(
 ) -> tuple[float, float]:
     """The same of the weight's gradient. packs: by PACKS. split: are operands two float16, and the library's float32?"""
     device, size = tiling.device_properties(x.device.index), _result_size(segment, x, weight)
-    how = choice.Differentiated(packs, split, library.is_channels_last(x))
+    later = tiling.later_lines(weight, size, split, x.device.index)
+    how = choice.Differentiated(packs, split, library.is_channels_last(x), later)
     return choice.weight_gradient(x.shape, weight.shape, size, x.element_size(), how, device)
 
 
@@ -344,7 +345,10 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor, last: bool = False)
         packs = ways.weight == PACKS
         of_dz = _lies(last) if packs else "grad::Lies::kUnits"
         words["lying"] = ", ".join([of_dz, *map(_lies, map(library.is_channels_last, (x, weight)))])
-        defines = {"SPLIT": int(packs and _splits(segment, x, weight)), "COUNTS_IN_INT": 0}
+        split = packs and _splits(segment, x, weight)
+        later = tiling.later_lines(weight, _result_size(segment, x, weight), split, x.device.index)
+        words["cut"] = "grad::Rows" if later is None else f"grad::Lines<{later}>"
+        defines = {"SPLIT": int(split), "COUNTS_IN_INT": 0}
         texts["weight"] = _TEXT.replace("BUILD", _OF_WEIGHT), around | gpu | defines
     if ways.x == PACKED:
         planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
