@@ -228,7 +228,9 @@ def test_special_values(of_x, width, padding, architecture, last, ours):
     x, dy = torch.randn(3, 6, 8 - 2 * padding, width - 2 * padding), torch.randn(3, 16, 6, width - 2)
     spoilt = x if of_x else dy
     end = spoilt.shape[3] - 1
-    for i, (at, value) in enumerate([(0, NAN), (width // 2, -INF), (end, INF), (end - 1, INF), (end - 2, -INF)]):
+    for i, (at, value) in enumerate(
+        [(0, NAN), (width // 2, -INF), (end, INF), (end - 1, INF), (end - 2, -INF)]
+    ):
         spoilt[i % 3, i, 4 if i < 3 else -1, at] = value
     spoilt[0, 5, 0, 0] = NAN  # the first of all
     x = lying(model, x, *["x"] * last)

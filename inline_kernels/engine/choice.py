@@ -293,7 +293,11 @@ def weight_gradient(
     rate, again = WEIGHT_OPERATIONS[rate], 1
     if later is not None:  # x is staged for each column of taps
         *depth, height = lines
-        positions, rate, again = math.prod(depth) * -(-height * columns // 16) * 16, LINES_OPERATIONS, kernel[-1]
+        positions, rate, again = (
+            math.prod(depth) * -(-height * columns // 16) * 16,
+            LINES_OPERATIONS,
+            kernel[-1],
+        )
         positions += math.prod(depth) * later * LINES_AHEAD
     products = 2 * image[0] * positions * math.prod(blocks) * 64**2
     products *= math.prod(kernel[-2:]) * (3 if split else 1)

@@ -407,7 +407,12 @@ LINE_COLUMNS = 48  # of g, at most: of more, strips are filled as well
 def later_lines(weight: Tensor, size: Sequence[int], split: bool, device: int | None) -> int | None:
     """kernels/grad/packed_lines.cuh's kLater, of a g of those extents; None: by strips of rows."""
     *_, height, width = weight.shape
-    if split or device_properties(device).capability != (9, 0) or max(height, width) > 3 or size[-1] > LINE_COLUMNS:
+    if (
+        split
+        or device_properties(device).capability != (9, 0)
+        or max(height, width) > 3
+        or size[-1] > LINE_COLUMNS
+    ):
         return None
     return ceil_div((height - 1) * size[-1], 64)
 
