@@ -209,6 +209,20 @@ def test_what_only_another_gradient_reads_is_not_rounded(layouts, monkeypatch):
     assert asked[0] == (True, False) and seen[0] == read[0]
 
 
+def test_eager_is_asked_in_its_own_layout(layouts, monkeypatch):
+    """Which is planes, though here x is channels last: of the gradient of filters, too."""
+    asked = []
+
+    def noted(x, weight, of="forward", *given, channels_last=None):
+        asked.append((of, channels_last))
+        return True
+
+    monkeypatch.setattr(choice, "weight_gradient", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(precision, "runs_tf32", noted)
+    fuse(Chain(channels=8))(torch.randn(2, 3, 9, 10)).sum().backward()
+    assert ("dw", False) in asked and {last for _, last in asked} == {False}
+
+
 @pytest.mark.parametrize("name", ["chain", "branches", "before", "vae_block"])
 def test_operands_are_rounded(name, layouts, monkeypatch):
     """Results, filters and gradients of v that a library convolves channels last have no more digits than TF32."""
