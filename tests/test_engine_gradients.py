@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -432,21 +433,26 @@ def test_sizes_are_the_kernels(ours, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float", "bfloat16_t"])
 @pytest.mark.parametrize("architecture", ["80", "90a"])
 @pytest.mark.parametrize(
-    "number, by, tf32",
-    [(1, own.PACKED, True), (43, own.PACKS, True), (43, own.PACKS, False)],
-    ids=["images", "volumes", "float32"],
+    "number, by, tf32, last",
+    [(1, own.PACKED, True, 0), (43, own.PACKS, True, 0), (43, own.PACKS, False, 0), (43, own.PACKS, True, 1)],
+    ids=["images", "volumes", "float32", "lines"],
 )
-def test_nvcc_finds_room(number, by, tf32, architecture, dtype, tmp_path, gpu, monkeypatch):  # noqa: F811
+def test_nvcc_finds_room(number, by, tf32, last, architecture, dtype, tmp_path, gpu, monkeypatch):  # noqa: F811
     gpu(architecture=900, multiprocessors=132)
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: tf32 or dtype != "float")
     segment, arguments = full_size(number)
     found, ways = {}, own.Ways(by if by == own.PACKED else None, by)
-    for asked in own.requests(ways, segment, *arguments[:2]).values():
+    if last:  # and of short rows
+        arguments[0] = torch.empty(4, 32, 9, 32, 32, device="meta", memory_format=torch.channels_last_3d)
+    for asked in own.requests(ways, segment, *arguments[:2], bool(last)).values():
         defines = asked["defines"] | {
             "VALUE_T": dtype,
             "OUTPUT_T": dtype,
             "CAPABILITY": int(architecture[:2]),
         }
+        assert not last or "grad::Lines<1>" in asked["source"]
+        if architecture == "80":  # which has none
+            asked["source"] = re.sub(r"grad::Lines<\d>", "grad::Rows", asked["source"])
         (tmp_path / "own.cu").write_text(asked["source"])
         done = nvcc(
             tmp_path / "own.cu", architecture, [f"{k}={v}" for k, v in defines.items()], tmp_path / "out"

@@ -263,11 +263,13 @@ def inside_loses(start: float, instructions: int, moved: int, scale) -> bool:
 
 class Differentiated(NamedTuple):
     """How kernels/grad/packed_weight.cuh gives a weight's gradient. packs: of a dz that it packs. split: of two float16 an operand, where the
-    library runs float32. last: does x lie channels last, as dz then does? later: tiling.later_lines."""
+    library runs float32. last: does x lie channels last, as dz then does? rounds: is it rounded for the library first? later:
+    tiling.later_lines."""
 
     packs: bool = False
     split: bool = False
     last: bool = False
+    rounds: bool = False
     later: int | None = None
 
 
@@ -281,44 +283,58 @@ def weight_gradient(
 ) -> tuple[float, float]:
     """Microseconds of the weight's gradient by our own kernel, and by the library, of a dz of those extents that is written before: in 16 bits, or
     channels last as x then is, too, which the library's is turned to; of volumes, and in float32, in planes."""
-    (outputs, channels, *kernel), (packs, split, last, later) = filters, how
-    *lines, columns = size
-    pixels, planes = image[0] * math.prod(size), math.prod(kernel[:-2])
-    x, dz, taps = math.prod(image), pixels * outputs, planes * math.prod(kernel[-2:])
-    bytes_a_time, compute = PASS_BYTES * device.scale.memory, device.scale.compute
-    # Blocks have 64 channels of either kind, and strips of 64 columns. Of few channels several planes of the filter lie side by side.
+    ours = _own_weight_gradient(image, filters, size, itemsize, how, device)
+    return ours, _librarys_weight_gradient(image, filters, size, itemsize, how, device)
+
+
+def _own_weight_gradient(image, filters, size, itemsize: int, how: Differentiated, device) -> float:
+    (outputs, channels, *kernel), split = filters, how.split
+    x, dz, bytes_a_time = (
+        math.prod(image),
+        image[0] * math.prod(size) * outputs,
+        PASS_BYTES * device.scale.memory,
+    )
+    # Blocks have 64 channels of either kind. Of few channels several planes of the filter lie side by side.
+    planes, taps = math.prod(kernel[:-2]), math.prod(kernel[-2:])
     beside = max(1, min(64 // (-(-channels // 8) * 8), planes))
     blocks = -(-outputs // 64), -(-channels // 64) * -(-planes // beside)  # of channels out; in, and planes
-    positions, rate = math.prod(lines) * -(-columns // 64) * 64, device.capability == (9, 0) and not split
-    rate, again = WEIGHT_OPERATIONS[rate], 1
-    if later is not None:  # x is staged for each column of taps
-        *depth, height = lines
-        positions, rate, again = (
-            math.prod(depth) * -(-height * columns // 16) * 16,
-            LINES_OPERATIONS,
-            kernel[-1],
-        )
-        positions += math.prod(depth) * later * LINES_AHEAD
-    products = 2 * image[0] * positions * math.prod(blocks) * 64**2
-    products *= math.prod(kernel[-2:]) * (3 if split else 1)
-    # Each block has a multiprocessor, and its part of the filters; as many as there are multiprocessors share positions.
-    all_blocks = math.prod(blocks)
-    splits = max(device.multiprocessors // all_blocks, 1)
-    turns = -(-all_blocks * splits // device.multiprocessors)
-    products *= turns * device.multiprocessors / (all_blocks * splits) / (rate * compute)
-    read = 2 * (dz * blocks[1] + x * beside * blocks[0] * again) / bytes_a_time
-    packed = (itemsize + 2) * x + (itemsize + 4 if packs else 2) * dz
-    ours = WEIGHT_LAUNCHES[last][itemsize] * PACKING_START
-    ours += 4 * 64**2 * math.prod(kernel[-2:]) * all_blocks * splits / bytes_a_time  # sums are merged
-    ours += packed * (1 + split) / bytes_a_time + max(products, read * (1 + split))
-    rate, turned = LIBRARY_WEIGHT_OPERATIONS[itemsize], 2 * itemsize * x + itemsize * dz
-    if split or last:
-        rate, turned = LIBRARY_WEIGHT_FLOAT32 if split else rate, 0
+    # Each has a multiprocessor, and its part of the filters; as many as there are multiprocessors share positions.
+    count, sums = math.prod(blocks), taps * 64**2
+    splits = max(device.multiprocessors // count, 1)
+    turns = -(-count * splits // device.multiprocessors)
+    products = 2 * image[0] * _positions_of_steps(size, how) * sums * (3 if split else 1)
+    products *= turns * device.multiprocessors / splits
+    by_wgmma = device.capability == (9, 0) and not split
+    products /= (
+        WEIGHT_OPERATIONS[by_wgmma] if how.later is None else LINES_OPERATIONS
+    ) * device.scale.compute
+    again = 1 if how.later is None else kernel[-1]  # by lines x is staged for each column of taps
+    read = 2 * (dz * blocks[1] + x * beside * blocks[0] * again)
+    packed = (itemsize + 2) * x + (itemsize + 4 if how.packs else 2) * dz
+    moved = packed * (1 + split) + 4 * sums * count * splits  # sums are merged
+    found = WEIGHT_LAUNCHES[how.last][itemsize] * PACKING_START + moved / bytes_a_time
+    return found + max(products, read * (1 + split) / bytes_a_time)
+
+
+def _positions_of_steps(size: Sequence[int], how: Differentiated) -> int:
+    """Positions of a sample, as many as take products: strips have 64 columns; lines end where planes do, with 16."""
+    *depth, height, columns = size
+    if how.later is None:
+        return math.prod(depth) * height * -(-columns // 64) * 64
+    return math.prod(depth) * (-(-height * columns // 16) * 16 + how.later * LINES_AHEAD)
+
+
+def _librarys_weight_gradient(image, filters, size, itemsize: int, how: Differentiated, device) -> float:
+    (outputs, channels, *kernel), x = filters, math.prod(image)
+    dz, rate = image[0] * math.prod(size) * outputs, LIBRARY_WEIGHT_OPERATIONS[itemsize]
+    turned = 2 * itemsize * x * how.rounds if how.last else 2 * itemsize * x + itemsize * dz
+    if how.split:
+        rate, turned = LIBRARY_WEIGHT_FLOAT32, 0
     if len(kernel) == 3:
-        each, most = LIBRARY_VOLUMES_WEIGHT[itemsize, split]
+        each, most = LIBRARY_VOLUMES_WEIGHT[itemsize, how.split]
         rate, turned = min(each * channels, most), 0
-    theirs = 2 * dz * channels * taps / (rate * compute)
-    return ours, LIBRARY_STARTS[itemsize] + turned / bytes_a_time + theirs
+    products = 2 * dz * channels * math.prod(kernel) / (rate * device.scale.compute)
+    return LIBRARY_STARTS[itemsize] + turned / (PASS_BYTES * device.scale.memory) + products
 
 
 def few_weights_gradient(

@@ -308,7 +308,11 @@ def weight_expected(
     """The same of the weight's gradient. packs: by PACKS. split: are operands two float16, and the library's float32?"""
     device, size = tiling.device_properties(x.device.index), _result_size(segment, x, weight)
     later = tiling.later_lines(weight, size, split, x.device.index)
-    how = choice.Differentiated(packs, split, library.is_channels_last(x), later)
+    last = library.is_channels_last(x)
+    rounds = (
+        last and not split and between.rounds(segment, x) and not segment.of_operand
+    )  # (layouts.image_of)
+    how = choice.Differentiated(packs, split, last, rounds, later)
     return choice.weight_gradient(x.shape, weight.shape, size, x.element_size(), how, device)
 
 
