@@ -234,6 +234,8 @@ def test_special_values(of_x, width, padding, architecture, last, ours):
     ):
         spoilt[i % 3, i, 4 if i < 3 else -1, at] = value
     spoilt[0, 5, 0, 0] = NAN  # the first of all
+    if of_x:  # where a line's zeros are, for the taps' first row
+        spoilt[2, 5, 6 - padding, 1 - padding] = INF
     x = lying(model, x, *["x"] * last)
     found = gradients(fuse(copy.deepcopy(model)), x, dy)["conv.weight"]
     exact = gradients(copy.deepcopy(model).double(), x.double(), dy)["conv.weight"]
