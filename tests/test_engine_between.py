@@ -10,7 +10,7 @@ from torch import nn
 import numerics
 from benchmarks.networks import NETWORKS, Bottleneck
 from inline_kernels import fuse
-from inline_kernels.engine import between, library, precision
+from inline_kernels.engine import between, choice, gradients, library, precision
 from inline_kernels.engine import capture as capturing
 from inline_kernels.engine.between import ENDS, KEPT, OPERAND
 from inline_kernels.engine.capture import capture
@@ -164,6 +164,61 @@ def test_is_right(name, phase, layouts, monkeypatch):
     make, shape = MODELS[name]
     assert not numerics.wrong_of(make, shape, phase)
     assert not layouts[0] and any(layouts)
+
+
+@pytest.mark.parametrize("name", ["chain", "branches", "before", "resnet18"])
+def test_filters_gradients_of_our_own(name, layouts, monkeypatch):
+    """Of x and dz channels last, of all of float32's digits."""
+    monkeypatch.setattr(between, "rounds", lambda segment, x: False)
+    monkeypatch.setattr(choice, "weight_gradient", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(gradients, "_splits", lambda *_: True)
+    planned, lay = gradients.planned, []
+
+    def noted(ways, segment, x, weight, last=False):
+        lay.append((ways.weight, library.is_channels_last(x), last))
+        return planned(ways, segment, x, weight, last)
+
+    monkeypatch.setattr(gradients, "planned", noted)
+    make, shape = MODELS[name]
+    assert not numerics.wrong_of(make, shape, "train_dx")
+    assert (gradients.PACKS, True, True) in lay
+
+
+def test_what_only_another_gradient_reads_is_not_rounded(layouts, monkeypatch):
+    """Where ours gives that of filters, the library is asked for x's alone, and no pass rounds or turns an x."""
+    monkeypatch.setattr(choice, "weight_gradient", lambda *_: (1.0, 2.0))
+    backward, seen, asked = library.convolve_backward, [], []
+
+    def noted(how, dz, x, weight, needs, operands=None, turned=None):
+        seen.append(x.data_ptr())
+        asked.append(needs)
+        return backward(how, dz, x, weight, needs, operands, turned)
+
+    monkeypatch.setattr(library, "convolve_backward", noted)
+    planned, read = gradients.planned, []
+
+    def planning(*given):
+        run = planned(*given)
+        return lambda dz, x, weight: read.append(x.data_ptr()) or run(dz, x, weight)
+
+    monkeypatch.setattr(gradients, "planned", planning)
+    torch.manual_seed(0)
+    fuse(Before())(torch.randn(2, 3, 9, 10)).sum().backward()
+    assert asked[0] == (True, False) and seen[0] == read[0]  # of a sum
+
+
+def test_eager_is_asked_in_its_own_layout(layouts, monkeypatch):
+    """Which is planes, though here x is channels last: of the gradient of filters, too."""
+    asked = []
+
+    def noted(x, weight, of="forward", *given, channels_last=None):
+        asked.append((of, channels_last))
+        return True
+
+    monkeypatch.setattr(choice, "weight_gradient", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(precision, "runs_tf32", noted)
+    fuse(Chain(channels=8))(torch.randn(2, 3, 9, 10)).sum().backward()
+    assert ("dw", False) in asked and {last for _, last in asked} == {False}
 
 
 @pytest.mark.parametrize("name", ["chain", "branches", "before", "vae_block"])

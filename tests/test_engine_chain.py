@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
 from inline_kernels.bench import compare
-from inline_kernels.engine import chain, library
+from inline_kernels.engine import chain, gradients, library
 from inline_kernels.engine import layouts as turning
 from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
 from test_engine_between import MODELS, layouts  # noqa: F401
@@ -107,6 +107,38 @@ def test_filters_are_turned_together(name, layouts, monkeypatch):  # noqa: F811
     runs = [situation.run.args[0] for each in chains(fast) for situation in each.situations]
     backs = [back for run in runs for back in run.backs.values()]
     assert any(run.turns for run in runs) and any(back.turns and back.turns_back for back in backs)
+
+
+@pytest.mark.parametrize("name, own", [("before", "one"), ("branches", "left")])
+def test_some_gradients_of_filters_are_ours(name, own, layouts, monkeypatch):  # noqa: F811
+    """Those lie as filters do, and only the library's are turned back, by few launches."""
+    asked = []
+
+    def obstacle(segment, x, weight):
+        asked.append(segment.conv.name)
+        return None if segment.conv.name == own else "the library is to give it"
+
+    monkeypatch.setattr(gradients, "packs_obstacle", obstacle)
+    contiguous, copied = torch.Tensor.contiguous, []
+
+    def noted(t, **given):
+        layout = given.get("memory_format", torch.contiguous_format)
+        copied.extend([[*t.shape]] * (t.dim() == 4 and not t.is_contiguous(memory_format=layout)))
+        return contiguous(t, **given)
+
+    make, shape = CASES[name]
+    fast, alone = two(make, monkeypatch)
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(shape, requires_grad=True)
+        if step == 2:
+            monkeypatch.setattr(torch.Tensor, "contiguous", noted)
+        ours = step_of(fast, x)
+        monkeypatch.setattr(torch.Tensor, "contiguous", contiguous)
+        assert_alike(ours, step_of(alone, x))
+    assert own in asked and not [each for each in copied if each[2:] == [3, 3]]
+    runs = [situation.run.args[0] for each in chains(fast) for situation in each.situations]
+    assert any(back.turns for run in runs for back in run.backs.values())
 
 
 def test_shares_of_a_launch():

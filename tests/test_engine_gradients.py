@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 
 import numerics
 from inline_kernels import fuse
-from inline_kernels.engine import choice, precision, stored
+from inline_kernels.engine import choice, layouts, library, precision, stored
 from inline_kernels.engine import gradients as own
 from inline_kernels.engine.cases import Case
 from own_gradients import DTYPES, TAILS, assert_rule, gradients, ours, ways, why  # noqa: F401
@@ -87,6 +88,31 @@ def test_volumes_and_zeros_around_x(sizes, architecture, dtype, ours):
         assert_rule(model, x.requires_grad_(dx), ran)
 
 
+# Lines, of short rows: planes that end in a step's first 16 positions and in later ones, or are few; that one step's taps meet, and two's.
+LINES = [
+    ((72, 24, 3, 3), (14, 14), 1),
+    ((8, 17, 3, 3), (7, 7), 1),
+    ((24, 70, 3, 3), (6, 36), (1, 1)),
+    ((16, 9, 2, 3), (5, 48), (0, 1)),
+    ((80, 65, 1, 1), (9, 13), 0),
+    ((8, 20, 3, 3, 3), (3, 5, 12), 1),
+]
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["planes", "last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", LINES, ids=str)
+def test_lines(sizes, dtype, last, ours):
+    filters, image, padding = sizes
+    ran = ours()
+    torch.manual_seed(0)
+    model = random_model(filters, lambda m, v: torch.tanh(v) * 2, padding=padding).to(dtype)
+    x = numerics.random_input((5, filters[1], *image), dtype=dtype)
+    if dtype == torch.float32:
+        x *= torch.tensor([1e-9, 1.0, 1e4, 0.0, 1.0]).view(-1, *[1] * (len(image) + 1))
+    assert_rule(model, lying(model, x, *["x"] * last), ran)
+
+
 @pytest.mark.parametrize("dx", [False, True], ids=["", "dx"])
 @pytest.mark.parametrize("sizes", AROUND, ids=str)
 def test_in_float32(sizes, dx, ours):
@@ -100,9 +126,50 @@ def test_in_float32(sizes, dx, ours):
     assert_rule(model, x.requires_grad_(dx), ran, tf32=False)
 
 
+def lying(model: torch.nn.Module, x: torch.Tensor, *what: str) -> torch.Tensor:
+    """x; it, the filters, or both, are channels last then."""
+    layout = library.channels_last(x)
+    if "filters" in what:
+        model.conv.weight.data = model.conv.weight.data.contiguous(memory_format=layout)
+    return x.contiguous(memory_format=layout) if "x" in what else x
+
+
+LAST = {"x": ("x",), "filters": ("filters",), "all": ("x", "filters")}
+
+
+@pytest.mark.parametrize("what", LAST)
+@pytest.mark.parametrize("sizes, architecture, dtype", ways(AROUND[:1] + AROUND[3:]), ids=str)
+def test_channels_last(sizes, architecture, dtype, what, ours):
+    """Each as it lies; dz lies as eager's result, channels last, and the weight's gradient as the weight does."""
+    filters, image, padding = sizes
+    ran = ours(architecture)
+    for dx in (False, True):
+        torch.manual_seed(0)
+        model = random_model(filters, lambda m, v: torch.tanh(v) * 2, padding=padding).to(dtype)
+        x = numerics.random_input((3, filters[1], *image), dtype=dtype)
+        if dtype == torch.float32:
+            x *= torch.tensor([1e-9, 1.0, 1e4]).view(-1, *[1] * (len(image) + 1))
+        x = lying(model, x, *LAST[what]).requires_grad_(dx)
+        ran.clear()
+        assert_rule(model, x, ran)
+        assert library.is_channels_last(gradients(fuse(model), x)["conv.weight"]) == ("filters" in LAST[what])
+
+
+@pytest.mark.parametrize("sizes", AROUND, ids=str)
+def test_channels_last_in_float32(sizes, ours):
+    filters, image, padding = sizes
+    ran = ours(900, False)
+    torch.manual_seed(0)
+    model = random_model(filters, lambda m, v: v * m.by_channel, padding=padding)
+    x = numerics.random_input((3, filters[1], *image))
+    x *= torch.tensor([1e-9, 1.0, 1e4]).view(-1, *[1] * (len(image) + 1))
+    assert_rule(model, lying(model, x, "x"), ran, tf32=False)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["planes", "last"])
 @pytest.mark.parametrize("tf32", [True, False], ids=["tf32", "float32"])
 @pytest.mark.parametrize("architecture", [800, 900])
-def test_magnitudes_of_dz_in_planes(architecture, tf32, ours):
+def test_magnitudes_of_dz_that_is_packed(architecture, tf32, last, ours):
     """As test_magnitudes, of what is packed where it is needed."""
     ran = ours(architecture, tf32)
     torch.manual_seed(0)
@@ -110,7 +177,8 @@ def test_magnitudes_of_dz_in_planes(architecture, tf32, ours):
     x, dy = numerics.random_input((4, 9, 3, 6, 40)), torch.randn(4, 16, 2, 4, 39)
     dy *= torch.tensor([1e-12, 1.0, 3e7, 0.0]).view(-1, 1, 1, 1, 1)
     dy[1, 5, 1, 2, 20] = 1e6  # beyond what is seen
-    assert_rule(model, x.requires_grad_(), ran, dy, tf32)
+    x = lying(model, x, *["x"] * last).requires_grad_()
+    assert_rule(model, x, ran, dy, tf32)
 
 
 @pytest.mark.parametrize("architecture", [800, 900])
@@ -147,20 +215,28 @@ def test_nothing_but_zeros_and_an_infinity(ours):
     assert found[5, 3].eq(INF).all() and found[:5, :3].eq(0).all() and found[0, 3].isnan().all()
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["planes", "last"])
 @pytest.mark.parametrize("architecture", [800, 900])
 @pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("width", [70, 31], ids=["rows", "lines"])
 @pytest.mark.parametrize("of_x", [True, False], ids=["x", "dz"])
-def test_special_values(of_x, padding, architecture, ours):
-    """At the start of a row, in its middle, and where it ends for one tap and goes on for others: they spoil what they spoil in eager."""
+def test_special_values(of_x, width, padding, architecture, last, ours):
+    """At the start of a row, in its middle, and where it ends for one tap and goes on for others; and where the plane does: they spoil what they
+    spoil in eager."""
     ran = ours(architecture)
     torch.manual_seed(0)
     model = random_model((16, 6, 3, 3), lambda m, v: v + m.by_channel, padding=padding)
-    x, dy = torch.randn(3, 6, 8 - 2 * padding, 70 - 2 * padding), torch.randn(3, 16, 6, 68)
+    x, dy = torch.randn(3, 6, 8 - 2 * padding, width - 2 * padding), torch.randn(3, 16, 6, width - 2)
     spoilt = x if of_x else dy
-    last = spoilt.shape[3] - 1
-    for i, (at, value) in enumerate([(0, NAN), (33, -INF), (last, INF), (last - 1, INF), (last - 2, -INF)]):
-        spoilt[i % 3, i, 4, at] = value
+    end = spoilt.shape[3] - 1
+    for i, (at, value) in enumerate(
+        [(0, NAN), (width // 2, -INF), (end, INF), (end - 1, INF), (end - 2, -INF)]
+    ):
+        spoilt[i % 3, i, 4 if i < 3 else -1, at] = value
     spoilt[0, 5, 0, 0] = NAN  # the first of all
+    if of_x:  # where a line's zeros are, for the taps' first row
+        spoilt[2, 5, 6 - padding, 1 - padding] = INF
+    x = lying(model, x, *["x"] * last)
     found = gradients(fuse(copy.deepcopy(model)), x, dy)["conv.weight"]
     exact = gradients(copy.deepcopy(model).double(), x.double(), dy)["conv.weight"]
 
@@ -211,17 +287,44 @@ def test_bitwise_repeatable(ours):
 # -------------------------------------------------------------------------------------------------------------------- who runs
 
 
-@pytest.mark.parametrize("channels, by_ours", [((24, 9), [1]), ((40, 36), [])], ids=["planes", "last"])
-def test_where_the_library_gives_that_of_x(channels, by_ours, ours):
-    """Of dz in planes ours give the weight's; of dz channels last, which ours don't take, the library gives both."""
-    ran = ours()
-    model = random_model((*channels, 3, 2), lambda m, v: v + m.by_channel)
+@pytest.mark.parametrize("channels", [(24, 9), (40, 36)], ids=["planes", "last"])
+@pytest.mark.parametrize("tail", ["v", "mish"])
+def test_where_the_library_gives_that_of_x(channels, tail, ours, monkeypatch):
+    """Of the same dz ours give the weight's, in whichever layout a pass has written it, and nobody turns x."""
+    ran, asked, backward = ours(), [], library.convolve_backward
+    monkeypatch.setattr(
+        library, "convolve_backward", lambda *given: asked.append(given[4]) or backward(*given)
+    )
+    turned = []
+    channels_last = layouts.Turns.channels_last
+    monkeypatch.setattr(
+        layouts.Turns,
+        "channels_last",
+        lambda self, like, *given: turned.append([*like.shape]) or channels_last(self, like, *given),
+    )
+    tails = {"v": lambda m, v: v + m.by_channel, "mish": lambda m, v: torch.nn.functional.mish(v)}
+    model = random_model((*channels, 3, 2), tails[tail])
     x = numerics.random_input((2, channels[1], 9, 20)).requires_grad_()
     y = fuse(model)(x)
+    turned.clear()
     dx, dw = torch.autograd.grad(y, (x, model.conv.weight), torch.ones_like(y))
-    assert ran == by_ours
+    assert ran == [1] and asked == [(True, False)] and [*x.shape] not in turned
     exact = torch.autograd.grad(model(x).sum(), (x, model.conv.weight))
     torch.testing.assert_close((dx, dw), exact, rtol=1e-3, atol=1e-2)
+
+
+def test_dz_that_is_rounded(ours, monkeypatch):
+    """The library's gradient of x is in TF32, and eager's of the weight in float32: of such a dz ours would have lost digits."""
+    ran = ours()
+    monkeypatch.setattr(precision, "runs_tf32", lambda *given, **_: given[2:3] == ("dx",))
+    torch.manual_seed(0)
+    model = random_model((40, 36, 3, 2), lambda m, v: torch.nn.functional.mish(v))
+    x = numerics.random_input((2, 36, 9, 20)).requires_grad_()
+    found = gradients(fuse(model), x)["conv.weight"]
+    torch.testing.assert_close(found, gradients(model, x)["conv.weight"], rtol=1e-4, atol=1e-4)
+    assert not ran
+    gradients(fuse(model), x.detach())
+    assert ran
 
 
 def test_obstacles(ours, monkeypatch):
@@ -272,6 +375,33 @@ def test_the_faster_of_ours(ours, monkeypatch):
     assert own.fastest(segment, *arguments[:2], False, True, in_units=False) == (None, own.PACKS)
 
 
+@pytest.mark.parametrize(
+    "channels, extent, cut",
+    [(64, 56, None), (128, 28, 1), (256, 14, 1), (512, 7, 1), (64, 256, None), (256, 64, None), (128, 48, 2)],
+)
+def test_networks_at_their_full_sizes(channels, extent, cut, gpu, monkeypatch):  # noqa: F811
+    """All channels last. In TF32 the expected times say ours, by lines where rows are short; of one tap, and in 16 bits, the library."""
+    gpu(architecture=900, multiprocessors=132)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
+
+    def found(taps: int, dtype: torch.dtype) -> own.Ways:
+        model = random_model((8, 8, taps, taps), TAILS["gates"], padding=taps // 2)
+        segment, _ = given(model, torch.randn(2, 8, 9, 9))
+        x = torch.empty(32, channels, extent, extent, device="meta", dtype=dtype)
+        weight = torch.empty(channels, channels, taps, taps, device="meta", dtype=dtype)
+        x = x.contiguous(memory_format=torch.channels_last)
+        if taps == 3 and dtype == torch.float32:
+            (asked,) = own.requests(own.Ways(None, own.PACKS), segment, x, weight, True).values()
+            assert ("grad::Rows" if cut is None else f"grad::Lines<{cut}>") in asked["source"]
+            assert asked["source"].count("grad::Lies::kLast") == 2
+        for dx in (False, True):
+            ways = own.fastest(segment, x, weight, dx, True, in_units=False, last=True)
+        return ways
+
+    assert found(3, torch.float32) == (None, own.PACKS)
+    assert found(1, torch.float32) == found(3, torch.bfloat16) == (None, None)
+
+
 @pytest.mark.parametrize("number", [1, 4, 17, 32, 35, 46, 52, 54])
 def test_problems_at_their_full_sizes(number, gpu, monkeypatch):  # noqa: F811
     """plan says that ours runs, and the times expected; and dz has half of its bytes."""
@@ -305,21 +435,26 @@ def test_sizes_are_the_kernels(ours, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float", "bfloat16_t"])
 @pytest.mark.parametrize("architecture", ["80", "90a"])
 @pytest.mark.parametrize(
-    "number, by, tf32",
-    [(1, own.PACKED, True), (43, own.PACKS, True), (43, own.PACKS, False)],
-    ids=["images", "volumes", "float32"],
+    "number, by, tf32, last",
+    [(1, own.PACKED, True, 0), (43, own.PACKS, True, 0), (43, own.PACKS, False, 0), (43, own.PACKS, True, 1)],
+    ids=["images", "volumes", "float32", "lines"],
 )
-def test_nvcc_finds_room(number, by, tf32, architecture, dtype, tmp_path, gpu, monkeypatch):  # noqa: F811
+def test_nvcc_finds_room(number, by, tf32, last, architecture, dtype, tmp_path, gpu, monkeypatch):  # noqa: F811
     gpu(architecture=900, multiprocessors=132)
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: tf32 or dtype != "float")
     segment, arguments = full_size(number)
     found, ways = {}, own.Ways(by if by == own.PACKED else None, by)
-    for asked in own.requests(ways, segment, *arguments[:2]).values():
+    if last:  # and of short rows
+        arguments[0] = torch.empty(4, 32, 9, 32, 32, device="meta", memory_format=torch.channels_last_3d)
+    for asked in own.requests(ways, segment, *arguments[:2], bool(last)).values():
         defines = asked["defines"] | {
             "VALUE_T": dtype,
             "OUTPUT_T": dtype,
             "CAPABILITY": int(architecture[:2]),
         }
+        assert not last or "grad::Lines<1>" in asked["source"]
+        if architecture == "80":  # which has none
+            asked["source"] = re.sub(r"grad::Lines<\d>", "grad::Rows", asked["source"])
         (tmp_path / "own.cu").write_text(asked["source"])
         done = nvcc(
             tmp_path / "own.cu", architecture, [f"{k}={v}" for k, v in defines.items()], tmp_path / "out"

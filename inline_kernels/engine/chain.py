@@ -311,8 +311,9 @@ class _Back:
         filters, back = [], []
         for each in self.steps:
             own = each.weight is not None and _by_library(each.step)
-            filters.append(schedule.turns_filters(each.step.plan.inner, each.needs) if own else None)
-            back.append(filters[-1].back() if filters[-1] and self.needs[each.weight] else None)
+            turning, both = schedule.turns_filters(each.step.plan.inner, each.needs) if own else (None, False)
+            filters.append(turning)
+            back.append(turning.back() if turning and both and self.needs[each.weight] else None)
         self.back, self.turns_back = back, layouts.turning_all(back)
         self.turns = layouts.turning_all(filters)
 

@@ -120,6 +120,9 @@ LIBRARY_WEIGHT_FLOAT32 = 60e6
 LIBRARY_VOLUMES_WEIGHT = {(4, True): (0.3e6, 41e6), (4, False): (2.5e6, 200e6), (2, False): (5e6, 700e6)}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
 LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
+# By lines (kernels/grad/packed_lines.cuh), predicted: of each 64 positions twice as many bytes come to shared memory, whose bandwidth products take
+# whole; and of a plane's x alone, positions that take as long as so many with products.
+LINES_OPERATIONS, LINES_AHEAD = 450e6, 24
 INPUT_OPERATIONS = {True: 560e6, False: 320e6}
 # The library's of x, of volumes in TF32, of which it computes 128 channels in at once below 32, and 32 channels out (fitted to its kernels in
 # trials/input_gradients.json: 46e6 to 122e6; with 3 channels in half of that); of images with few channels, for each, at least as of 8 (24e6 of 8, in float32 7e6 of 8, 18e6 of 16).
@@ -131,7 +134,8 @@ LIBRARY_FEW_INPUT, LIBRARY_FEW_INPUT_FLOAT32 = {2: 7e6, 4: 3.5e6}, 1.1e6
 # longer one of products and bytes, and a part of the shorter one, which isn't hidden.
 LIBRARY_FEW_WEIGHTS, LIBRARY_FEW_WEIGHTS_MOST, LIBRARY_FEW_VOLUMES = 2.6e6, 32e6, 23e6
 FEW_WEIGHTS_OPERATIONS, FEW_WEIGHTS_START, FEW_WEIGHTS_BESIDE = 200e6, 15, 0.6
-WEIGHT_LAUNCHES = {2: 5, 4: 7}  # of ours, with the two more that packs dz
+# Of ours, with the two more that packs dz; where x and dz lie channels last, by launches for both.
+WEIGHT_LAUNCHES = {False: {2: 5, 4: 7}, True: {2: 3, 4: 5}}
 
 
 # A tail inside a mainloop, in float32, picoseconds of an element that are not hidden: of wide's tails at least, of a second result, and of each
@@ -257,41 +261,80 @@ def inside_loses(start: float, instructions: int, moved: int, scale) -> bool:
     return inside > 1e6 * moved / (PASS_BYTES * scale.memory)
 
 
+class Differentiated(NamedTuple):
+    """How kernels/grad/packed_weight.cuh gives a weight's gradient. packs: of a dz that it packs. split: of two float16 an operand, where the
+    library runs float32. last: does x lie channels last, as dz then does? rounds: is it rounded for the library first? later:
+    tiling.later_lines."""
+
+    packs: bool = False
+    split: bool = False
+    last: bool = False
+    rounds: bool = False
+    later: int | None = None
+
+
 def weight_gradient(
     image: Sequence[int],
     filters: Sequence[int],
     size: Sequence[int],
     itemsize: int,
-    packs: bool,
-    split: bool,
+    how: Differentiated,
     device,
 ) -> tuple[float, float]:
     """Microseconds of the weight's gradient by our own kernel, and by the library, of a dz of those extents that is written before: in 16 bits, or
-    channels last as x then is, too; of volumes, and in float32, in planes. packs: ours of dz in planes, which it packs. split: of two float16 an
-    operand, where the library runs float32."""
-    outputs, channels, *kernel = filters
-    *lines, columns = size
-    pixels, planes = image[0] * math.prod(size), math.prod(kernel[:-2])
-    x, dz, taps = math.prod(image), pixels * outputs, planes * math.prod(kernel[-2:])
-    bytes_a_time, compute = PASS_BYTES * device.scale.memory, device.scale.compute
-    # Blocks have 64 channels of either kind, and strips of 64 columns. Of few channels several planes of the filter lie side by side.
+    channels last as x then is, too, which the library's is turned to; of volumes, and in float32, in planes."""
+    ours = _own_weight_gradient(image, filters, size, itemsize, how, device)
+    return ours, _librarys_weight_gradient(image, filters, size, itemsize, how, device)
+
+
+def _own_weight_gradient(image, filters, size, itemsize: int, how: Differentiated, device) -> float:
+    (outputs, channels, *kernel), split = filters, how.split
+    x, dz, bytes_a_time = (
+        math.prod(image),
+        image[0] * math.prod(size) * outputs,
+        PASS_BYTES * device.scale.memory,
+    )
+    # Blocks have 64 channels of either kind. Of few channels several planes of the filter lie side by side.
+    planes, taps = math.prod(kernel[:-2]), math.prod(kernel[-2:])
     beside = max(1, min(64 // (-(-channels // 8) * 8), planes))
     blocks = -(-outputs // 64), -(-channels // 64) * -(-planes // beside)  # of channels out; in, and planes
-    products = 2 * image[0] * math.prod(lines) * -(-columns // 64) * 64 * math.prod(blocks) * 64**2
-    products *= math.prod(kernel[-2:]) * (3 if split else 1)
-    products /= WEIGHT_OPERATIONS[device.capability == (9, 0) and not split] * compute
-    read = 2 * (dz * blocks[1] + x * beside * blocks[0]) / bytes_a_time
-    packed = (itemsize + 2) * x + (itemsize + 4 if packs else 2) * dz
-    ours = WEIGHT_LAUNCHES[itemsize] * PACKING_START
-    ours += packed * (1 + split) / bytes_a_time + max(products, read * (1 + split))
-    rate, turned = LIBRARY_WEIGHT_OPERATIONS[itemsize], 2 * itemsize * x + itemsize * dz
-    if split:
+    # Each has a multiprocessor, and its part of the filters; as many as there are multiprocessors share positions.
+    count, sums = math.prod(blocks), taps * 64**2
+    splits = max(device.multiprocessors // count, 1)
+    turns = -(-count * splits // device.multiprocessors)
+    products = 2 * image[0] * _positions_of_steps(size, how) * sums * (3 if split else 1)
+    products *= turns * device.multiprocessors / splits
+    by_wgmma = device.capability == (9, 0) and not split
+    products /= (
+        WEIGHT_OPERATIONS[by_wgmma] if how.later is None else LINES_OPERATIONS
+    ) * device.scale.compute
+    again = 1 if how.later is None else kernel[-1]  # by lines x is staged for each column of taps
+    read = 2 * (dz * blocks[1] + x * beside * blocks[0] * again)
+    packed = (itemsize + 2) * x + (itemsize + 4 if how.packs else 2) * dz
+    moved = packed * (1 + split) + 4 * sums * count * splits  # sums are merged
+    found = WEIGHT_LAUNCHES[how.last][itemsize] * PACKING_START + moved / bytes_a_time
+    return found + max(products, read * (1 + split) / bytes_a_time)
+
+
+def _positions_of_steps(size: Sequence[int], how: Differentiated) -> int:
+    """Positions of a sample, as many as take products: strips have 64 columns; lines end where planes do, with 16."""
+    *depth, height, columns = size
+    if how.later is None:
+        return math.prod(depth) * height * -(-columns // 64) * 64
+    return math.prod(depth) * (-(-height * columns // 16) * 16 + how.later * LINES_AHEAD)
+
+
+def _librarys_weight_gradient(image, filters, size, itemsize: int, how: Differentiated, device) -> float:
+    (outputs, channels, *kernel), x = filters, math.prod(image)
+    dz, rate = image[0] * math.prod(size) * outputs, LIBRARY_WEIGHT_OPERATIONS[itemsize]
+    turned = 2 * itemsize * x * how.rounds if how.last else 2 * itemsize * x + itemsize * dz
+    if how.split:
         rate, turned = LIBRARY_WEIGHT_FLOAT32, 0
     if len(kernel) == 3:
-        each, most = LIBRARY_VOLUMES_WEIGHT[itemsize, split]
+        each, most = LIBRARY_VOLUMES_WEIGHT[itemsize, how.split]
         rate, turned = min(each * channels, most), 0
-    theirs = 2 * dz * channels * taps / (rate * compute)
-    return ours, LIBRARY_STARTS[itemsize] + turned / bytes_a_time + theirs
+    products = 2 * dz * channels * math.prod(kernel) / (rate * device.scale.compute)
+    return LIBRARY_STARTS[itemsize] + turned / (PASS_BYTES * device.scale.memory) + products
 
 
 def few_weights_gradient(

@@ -3,8 +3,8 @@
 - PACKED: kernels/grad/packed_weight.cuh, of images and volumes, padded or not; and packed_input.cuh, of plain images. That pass then writes dz in
   16 bits, as tensor cores take it (kernels/load/units.cuh). A float32 is one float16 under a scale for each sample: as exact as TF32, which eager
   runs for that gradient, or else the library serves.
-- PACKS: the weight's of those, of dz in planes, which it packs itself: where dz in planes is what gives x's gradient; and where eager runs float32,
-  of two float16 an operand.
+- PACKS: the weight's of those, of dz and x as they lie, in planes or channels last, which it packs itself: where dz gives x's gradient, too, or lies
+  channels last; and where eager runs float32, of two float16 an operand.
 - FEW: kernels/grad/few_weight.cuh, for few channels in, of images and volumes, padded or not, of dz in planes; in TF32 where eager runs it for
   that gradient, else in float32's accuracy.
 - STREAM: kernels/grad/stream_input.cuh, for x, of dz in planes: a convolution of few channels in or of volumes, for which the library's gradient
@@ -22,7 +22,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import choice, layouts, library, mainloops, precision, tiling
+from . import between, choice, layouts, library, mainloops, precision, tiling
 from .cases import CTYPES
 
 PACKED, PACKS, FEW, STREAM = "packed", "packs", "few", "stream"
@@ -47,7 +47,7 @@ EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> other, c
   grad::packed_{name}<BUILD>(gradient, dz, other, stream);
 }}
 """
-_OF_WEIGHT = "Build, conv::Around<PADDED, {befores}>, OF_PLANES"
+_OF_WEIGHT = "Build, conv::Around<PADDED, {befores}>, grad::Lying<{lying}>, {cut}"
 _FEW_TEXT = """// The gradient of {of}
 #include "grad/few_weight.cuh"
 
@@ -72,8 +72,12 @@ EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> weight, 
 """
 
 
-def fastest(segment, x: Tensor, weight: Tensor, dx: bool, dw: bool, in_units: bool) -> Ways:
-    """What gives those that are asked for. in_units: can dz be written in 16 bits?"""
+def fastest(
+    segment, x: Tensor, weight: Tensor, dx: bool, dw: bool, in_units: bool, last: bool = False
+) -> Ways:
+    """What gives those that are asked for. in_units: can dz be written in 16 bits? last: is it channels last, whoever reads it?"""
+    if last:
+        return Ways(None, PACKS if dw and packs_obstacle(segment, x, weight) is None else None)
     of_x = STREAM if dx and stream_obstacle(segment, x, weight) is None else None
     of_weight = FEW if dw and few_obstacle(segment, x, weight) is None else None
     if not dw:
@@ -87,13 +91,17 @@ def fastest(segment, x: Tensor, weight: Tensor, dx: bool, dw: bool, in_units: bo
         if ours[0] <= others:
             return Ways(PACKED if dx else None, PACKED)
     if packs_obstacle(segment, x, weight) is None and packs_expected(segment, x, weight)[0] <= of_few:
-        if not dx or of_x or layouts.fastest(segment, x, weight, "dx") == layouts.PLANES:
+        # For the library's gradient of x in TF32 dz may be rounded.
+        by_library = dx and not of_x and layouts.fastest(segment, x, weight, "dx") == layouts.FOR_TF32
+        if not (by_library and _splits(segment, x, weight)):
             return Ways(of_x, PACKS)
     return Ways(of_x, of_weight)
 
 
-def _plain_obstacle(segment, x: Tensor, weight: Tensor, dimensions=(4,), padded: bool = False) -> str | None:
-    """padded: may zeros be around x?"""
+def _plain_obstacle(
+    segment, x: Tensor, weight: Tensor, dimensions=(4,), padded: bool = False, last: bool = False
+) -> str | None:
+    """padded: may zeros be around x? last: may it, and the weight, lie channels last?"""
     if library.device_type(x) != "cuda" or weight.dim() not in dimensions:
         return "they convolve images on a GPU"
     if not all(type(size) is int for size in (*x.shape, *weight.shape)):
@@ -107,7 +115,7 @@ def _plain_obstacle(segment, x: Tensor, weight: Tensor, dimensions=(4,), padded:
     )
     if segment.conv.groups != 1 or not plain:
         return "the convolution has groups, a stride, padding or dilation"
-    if library.is_channels_last(x, weight):
+    if library.is_channels_last(x, weight) and not last:
         return "x or the weight lies channels last"
     return None
 
@@ -251,7 +259,7 @@ def obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
 
 def packs_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
     """Why PACKS can't give the weight's gradient, or is not faster than the library; or None."""
-    if reason := _packed_obstacle(segment, x, weight, False):
+    if reason := _packed_obstacle(segment, x, weight, False, last=True):
         return reason
     if x.dtype == torch.float32:  # what eager runs need not be asked where the library is faster anyhow
         ours, _ = weight_expected(segment, x, weight, packs=True)
@@ -261,8 +269,8 @@ def packs_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
     return "the library is faster at such sizes" if theirs <= ours else None
 
 
-def _packed_obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None:
-    if reason := _plain_obstacle(segment, x, weight, (4,) if dx else (4, 5), padded=not dx):
+def _packed_obstacle(segment, x: Tensor, weight: Tensor, dx: bool, last: bool = False) -> str | None:
+    if reason := _plain_obstacle(segment, x, weight, (4,) if dx else (4, 5), not dx, last):
         return reason
     if weight.shape[0] % 8:
         return "channels out are no multiple of 8"
@@ -278,6 +286,8 @@ def _packed_obstacle(segment, x: Tensor, weight: Tensor, dx: bool) -> str | None
 
 def _runs_tf32(segment, x: Tensor, weight: Tensor, of: str) -> bool:
     """Does eager? Of as many zeros before x as behind it."""
+    if between.rounds(segment, x):  # whose x lies otherwise there
+        return between.runs_tf32(segment, x, weight, of)
     settings = precision.Settings(padding=mainloops.walk_of(segment, weight).before)
     return precision.runs_tf32(x, weight, of, settings)
 
@@ -297,7 +307,13 @@ def weight_expected(
 ) -> tuple[float, float]:
     """The same of the weight's gradient. packs: by PACKS. split: are operands two float16, and the library's float32?"""
     device, size = tiling.device_properties(x.device.index), _result_size(segment, x, weight)
-    return choice.weight_gradient(x.shape, weight.shape, size, x.element_size(), packs, split, device)
+    later = tiling.later_lines(weight, size, split, x.device.index)
+    last = library.is_channels_last(x)
+    rounds = (
+        last and not split and between.rounds(segment, x) and not segment.of_operand
+    )  # (layouts.image_of)
+    how = choice.Differentiated(packs, split, last, rounds, later)
+    return choice.weight_gradient(x.shape, weight.shape, size, x.element_size(), how, device)
 
 
 def packs_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
@@ -309,8 +325,12 @@ def size(N: int, C: int, positions: int, dtype: torch.dtype) -> int:
     return N * C * positions // 2 + 2 * N if dtype == torch.float32 else N * C * positions
 
 
-def requests(ways: Ways, segment, x: Tensor, weight: Tensor) -> dict[str, dict]:
-    """What is built, for the gradients of "input" and "weight"."""
+def _lies(last: bool) -> str:
+    return "grad::Lies::kLast" if last else "grad::Lies::kPlanes"
+
+
+def requests(ways: Ways, segment, x: Tensor, weight: Tensor, last: bool = False) -> dict[str, dict]:
+    """What is built, for the gradients of "input" and "weight". last: does dz lie channels last?"""
     capability, shared, *_ = tiling.device_properties(x.device.index)
     known = {"VALUE_T": CTYPES[x.dtype], "OUTPUT_T": CTYPES[x.dtype], "SHARED_LIMIT": shared}
     walk, axes, texts = mainloops.walk_of(segment, weight), "DHW"[5 - weight.dim() :], {}
@@ -327,11 +347,12 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor) -> dict[str, dict]:
         texts["weight"] = _FEW_TEXT, around | defines
     elif ways.weight:
         packs = ways.weight == PACKS
-        defines = {
-            "OF_PLANES": int(packs),
-            "SPLIT": int(packs and _splits(segment, x, weight)),
-            "COUNTS_IN_INT": 0,
-        }
+        of_dz = _lies(last) if packs else "grad::Lies::kUnits"
+        words["lying"] = ", ".join([of_dz, *map(_lies, map(library.is_channels_last, (x, weight)))])
+        split = packs and _splits(segment, x, weight)
+        later = tiling.later_lines(weight, _result_size(segment, x, weight), split, x.device.index)
+        words["cut"] = "grad::Rows" if later is None else f"grad::Lines<{later}>"
+        defines = {"SPLIT": int(split), "COUNTS_IN_INT": 0}
         texts["weight"] = _TEXT.replace("BUILD", _OF_WEIGHT), around | gpu | defines
     if ways.x == PACKED:
         planned = tiling.wide_defines(x, weight, False, aligned=False, gradients=True)
@@ -354,38 +375,47 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor) -> dict[str, dict]:
 
 
 def planned(
-    ways: Ways, segment, x: Tensor, weight: Tensor
+    ways: Ways, segment, x: Tensor, weight: Tensor, last: bool = False
 ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    """The gradients of x and the weight that are ours, of (dz, x, weight), for such arguments; None for others."""
+    """The gradients of x and the weight that are ours, of (dz, x, weight), for such arguments; None for others. last: does dz lie channels
+    last? So may x, and the weight, and then its gradient does."""
+    lie = [library.is_channels_last(weight), last, library.is_channels_last(x)]
+    lying = {"weight": [i for i, each in enumerate(lie) if each]}
     launches = {
-        name: inline_loader.load(**request).backward.bound()
-        for name, request in requests(ways, segment, x, weight).items()
+        name: inline_loader.load(**request).backward.bound(last=lying.get(name, ()))
+        for name, request in requests(ways, segment, x, weight, last).items()
     }
     of_input, of_weight = launches.get("input"), launches.get("weight")
-    sizes = tuple(x.shape), tuple(weight.shape)
+    size, like = tuple(x.shape), library.without_memory(x, weight.shape, x.dtype, _layout(weight))
+    layout, empty_like = _layout(x), torch.empty_like
 
     def run(dz: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
         dx = dweight = None
         if of_weight:
-            dweight = x.new_empty(sizes[1])
-            of_weight(dweight, dz, library.contiguous(x))
+            dweight = empty_like(like)
+            x = library.contiguous(x, layout)
+            of_weight(dweight, dz, library.aligned(x, layout) if lie[2] else x)
         if of_input:
-            dx = x.new_empty(sizes[0])
+            dx = x.new_empty(size)
             of_input(dx, dz, library.contiguous(weight))
         return dx, dweight
 
     return run
 
 
-def in_words(segment, x: Tensor, weight: Tensor, in_units: bool) -> list[str]:
+def _layout(t: Tensor) -> torch.memory_format:
+    return library.channels_last(t) if library.is_channels_last(t) else torch.contiguous_format
+
+
+def in_words(segment, x: Tensor, weight: Tensor, in_units: bool, last: bool = False) -> list[str]:
     """What ours give."""
 
     def given(what: str, times: tuple[float, float]) -> str:
         ours, theirs = map(round, times)
         return f"{what} of our own ({ours} µs expected, {theirs} by the library)"
 
-    alone = fastest(segment, x, weight, False, True, in_units).weight
-    both = fastest(segment, x, weight, True, True, in_units)
+    alone = fastest(segment, x, weight, False, True, in_units, last).weight
+    both = fastest(segment, x, weight, True, True, in_units, last)
     words = []
     if both.x == PACKED:
         return [given("the gradients of weight and x by kernels", expected(segment, x, weight, True))]

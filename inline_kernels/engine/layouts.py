@@ -321,12 +321,12 @@ def differentiating(
 ) -> tuple[Callable[..., tuple[Tensor | None, Tensor | None]], Turning | None]:
     """What gives of dz, x and the weight the gradients of x and the weight that are wanted, by the library in that layout; and how it turns the
     filters. Given turned ones as its fourth argument it leaves the weight's gradient as the library gives it. turned: does dz come channels last?"""
-    how, image = plan.convolution, image_of(plan, x, layout)
+    how, image = plan.convolution, image_of(plan, x, layout) if wanted[1] else _standing(plan, x, layout)
     in_planes = not plan.last or between.rounds(plan.segment, x) and not how.is_nothing
     if layout == PLANES and in_planes:
         of_dz = plan.turns.planes(_like_v(plan, x)) if turned else itself
         return lambda dz, x, weight: library.convolve_backward(how, of_dz(dz), image(x), weight, wanted), None
-    how, operands = operands_of(plan, x, weight, layout or plan.runs)
+    how, operands = operands_of(plan, x, weight, layout or plan.runs, wanted[1])
     of_dz, results = _of_gradient(plan, x, layout, turned), _results(plan, how, x, weight)
 
     def run(dz: Tensor, x: Tensor, weight: Tensor, turned: Tensor | None = None) -> tuple:
@@ -334,6 +334,17 @@ def differentiating(
         return results(*found, turned is not None)
 
     return run, operands.filters
+
+
+def _standing(plan, x: Tensor, layout: int) -> Callable[[Tensor], Tensor]:
+    """In the place of `image_of` where only x's gradient is wanted, for which its values are never read: no pass makes what would lie so."""
+    turns = layout == PLANES and image_of(plan, x, layout) is not itself
+    return _standing_in(x, torch.contiguous_format) if turns else itself
+
+
+def _standing_in(x: Tensor, layout: torch.memory_format) -> Callable[[Tensor], Tensor]:
+    like = library.without_memory(x, x.shape, x.dtype, layout)
+    return lambda x: torch.empty_like(like)
 
 
 def _of_gradient(plan, x: Tensor, layout: int, turned: bool) -> Callable[[Tensor], Tensor]:
@@ -379,9 +390,11 @@ def _like_v(plan, x: Tensor) -> Tensor:
     return library.without_memory(x, shape, plan.value_dtype)
 
 
-def operands_of(plan, x: Tensor, weight: Tensor, layout: int) -> tuple[library.Convolution, Operands]:
+def operands_of(
+    plan, x: Tensor, weight: Tensor, layout: int, reads_x: bool = True
+) -> tuple[library.Convolution, Operands]:
     """The library's convolution, and its operands channels last. Filters of one place that meet only some of x's positions are given these
-    alone. Where eager's are channels last, all is as it is."""
+    alone. Where eager's are channels last, all is as it is. reads_x: else any values of x's do, and it isn't turned."""
     how, turns, rounds = plan.convolution, plan.turns, layout == FOR_TF32
     if plan.last and not plan.segment.result:
         return how, Operands(itself, itself)
@@ -392,6 +405,8 @@ def operands_of(plan, x: Tensor, weight: Tensor, layout: int) -> tuple[library.C
     stride, padding, *rest = how.settings
     meets_all = math.prod(stride) == 1 or any(padding) or plan.last
     if x.dim() != 4 or math.prod(weight.shape[2:]) > 1 or meets_all or library.is_channels_last(x):
+        if not (reads_x or library.is_channels_last(x)):
+            return how, Operands(_standing_in(x, library.channels_last(x)), of_weight, filters)
         of_both = turns.both_channels_last(x, weight, rounds)
         return how, Operands(turns.channels_last(x, rounds), of_weight, filters, of_both)
     once = (1, 1)

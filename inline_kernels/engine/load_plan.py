@@ -131,14 +131,12 @@ def of_our_own(plan: Plan, x: Tensor, weight: Tensor, dx: bool, dw: bool) -> gra
     """Which of our kernels give the gradients of x and the weight that are asked for."""
     if not gives_dz(plan):
         return gradients.Ways()
-    return gradients.fastest(plan.segment, x, weight, dx, dw, in_units(plan))
+    return gradients.fastest(plan.segment, x, weight, dx, dw, in_units(plan), plan.last)
 
 
-def gives_dz(plan: Plan, last: bool = False) -> bool:
-    """In planes, or, where that does, too, channels last?"""
+def gives_dz(plan: Plan) -> bool:
     program, roots = plan.composed.backward, plan.composed.gradients
-    has_dz = program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items())
-    return bool(has_dz and (last or not plan.last))
+    return bool(program and any(root and leaf.attr[0] == "z" for leaf, root in roots.items()))
 
 
 def in_units(plan: Plan) -> bool:

@@ -19,8 +19,10 @@ def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     layout = UNITS if way == gradients.PACKED else plan.turns_y
     plan = replace(plan, layout=layout, without_dz=needs_no_dz(plan))
     words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
-    ours = gradients.in_words(plan.segment, x, weight, in_units(plan)) if gives_dz(plan) else []
-    ours += depthwise.gradients_in_words(plan.segment, x, weight) if gives_dz(plan, True) else []
+    ours = []
+    if gives_dz(plan):
+        ours = gradients.in_words(plan.segment, x, weight, in_units(plan), plan.last)
+        ours += depthwise.gradients_in_words(plan.segment, x, weight)
     return ", ".join([words, *ours])
 
 

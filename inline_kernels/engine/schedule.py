@@ -239,6 +239,7 @@ class Back(NamedTuple):
     input_gradient: bool = False
     over: int | None = None
     frees: Sequence[int] = ()  # of what forward saved, behind the launch
+    librarys_weight: bool = False  # does the library give its gradient?
 
 
 def backward(
@@ -296,11 +297,11 @@ def _lying(t: Tensor, layout: torch.memory_format) -> Tensor:
     return library.aligned(t, layout) if t.data_ptr() % 16 or not t.is_contiguous(memory_format=layout) else t
 
 
-def turns_filters(plan: Plan, needs: Sequence[bool]) -> layouts.Turning | None:
-    """How backward for that turns the filters, once it has run."""
+def turns_filters(plan: Plan, needs: Sequence[bool]) -> tuple[layouts.Turning | None, bool]:
+    """How backward for that turns the filters, once it has run; and does their gradient then lie as they do?"""
     asked = needs[0], needs[len(plan.segment.inputs)], True, plan.settings
     back = plan.backward.get((*asked, False)) or plan.backward.get((*asked, True))
-    return back and back.filters
+    return (back.filters, back.librarys_weight) if back else (None, False)
 
 
 def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence, spent: bool = False) -> Back:
@@ -326,7 +327,10 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     )
     asked = [of for of, need in zip(("dx", "dw"), of_library) if need]
     layout = min([layouts.fastest(segment, x, weight, of) for of in asked], default=PLANES)
-    layout = UNITS if ways.weight == gradients.PACKED else PLANES if any(ways) else layout
+    if ways.weight == gradients.PACKED:
+        layout = UNITS
+    elif ways.x or ways.weight == gradients.FEW:  # which take dz in planes
+        layout = PLANES
     if plan.last and _rounds(segment, x, weight):
         layout = FOR_TF32 if between.differentiates_last(segment, x, weight) else PLANES
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
@@ -359,8 +363,8 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
             side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
         )
     given_by_library, filters = None, None
+    last = side.last or side.layout in (TURNED, FOR_TF32) and program.turns == "dz"
     if any(of_library):
-        last = side.last or bool(side.layout) and program.turns == "dz"
         given_by_library, filters = layouts.differentiating(plan, x, weight, of_library, layout, last)
     place = {name: i for i, name in enumerate(launch.made)}
     found = [place[root.name] if root else None for root in map(roots.get, names)]
@@ -373,10 +377,11 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         place.get("passes"),
         given_by_library,
         filters,
-        gradients.planned(ways, segment, x, weight) if any(ways) else None,
+        gradients.planned(ways, segment, x, weight, last) if any(ways) else None,
         dx and not (of_library[0] or ways.x),
         given.index("v") if over else None,
         [i for i, a in enumerate(composed.saved) if a.space.level and not (over and a.name == "v")] * spent,
+        of_library[1],
     )
 
 

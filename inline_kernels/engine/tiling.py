@@ -402,6 +402,22 @@ def _power_of_two_from(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+LINE_COLUMNS = 48  # of g, at most: of more, strips are filled as well
+
+
+def later_lines(weight: Tensor, size: Sequence[int], split: bool, device: int | None) -> int | None:
+    """kernels/grad/packed_lines.cuh's kLater, of a g of those extents; None: by strips of rows."""
+    *_, height, width = weight.shape
+    if (
+        split
+        or device_properties(device).capability != (9, 0)
+        or max(height, width) > 3
+        or size[-1] > LINE_COLUMNS
+    ):
+        return None
+    return ceil_div((height - 1) * size[-1], 64)
+
+
 @first_obstacle
 def few_weights_obstacle(x: Tensor, weight: Tensor, size: Sequence[int], split: bool):
     """Of the weight's gradient by kernels/grad/few_weight.cuh."""
