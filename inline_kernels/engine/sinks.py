@@ -446,8 +446,9 @@ def _saving(case: Case, stores: bool):
         if stores and mainloop.walks:
             raise Unsupported("it may be slower than the library")
         found = composed(case.segment, mainloop, case.exact_order, stores, saving)
-        if not stores and len(found.parts) > 1:
-            raise Unsupported("several passes read v")
+        own = [sink.kind for part in found.parts.values() for sink in part.sinks]
+        if not stores and (len(found.parts) > 1 or "channels" not in own):
+            raise Unsupported("several passes read v, or nothing is reduced")
         if stores and _is_better_behind(case, mainloop, *found.parts.values()):
             raise Behind
         return found

@@ -17,7 +17,7 @@ struct Smallest {
 // Does a value of a later place take the earlier one's? The first among equal ones wins, and the last NaN, as in torch's
 // pools.
 template <class Reduction> __device__ __forceinline__ bool takes(float later, float earlier) {
-  return later != later || Reduction::beats(later, earlier);
+  return (later != later) | Reduction::beats(later, earlier);
 }
 struct Sum {
   static constexpr float kFirst = 0;

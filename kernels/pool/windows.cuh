@@ -122,11 +122,13 @@ template <class T, class Pool, class Tail, class Kept> struct Pooled {
     // A value of the row that is the window's next; its place as if its columns were the window's first.
     __device__ __forceinline__ void take(int half, int j, int k, float value, float own, int where) {
       float& so_far = kept[half][j][k];
-      if (window_row > 0 && !takes<Reduction>(value, so_far)) return;
-      so_far = value;
-      if constexpr (Kept::kKeepV) of_v[half][j][k] = own;
+      const bool wins = (window_row == 0) | takes<Reduction>(value, so_far);
+      so_far = wins ? value : so_far;
+      if constexpr (Kept::kKeepV) of_v[half][j][k] = wins ? own : of_v[half][j][k];
       const int index = (half * kTiles + j) * kKept + k;
-      places[index / 4] = (places[index / 4] & ~(255u << index % 4 * 8)) | uint32_t(where) << index % 4 * 8;
+      uint32_t& four = places[index / 4];
+      const uint32_t with = (four & ~(255u << index % 4 * 8)) | uint32_t(where) << index % 4 * 8;
+      four = wins ? with : four;
     }
     __device__ __forceinline__ void stage() const {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

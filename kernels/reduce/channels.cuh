@@ -17,10 +17,12 @@ struct Sum {
   static __device__ __forceinline__ float result(Partial p) { return p; }
 };
 struct Max : Sum {
+  static __device__ __forceinline__ bool holds(float a, float b) { return a >= b; }
   static __device__ __forceinline__ Partial nothing() { return -INFINITY; }
   static __device__ __forceinline__ Partial merge(Partial a, Partial b) { return tensor_core::max_nan(a, b); }
 };
 struct Min : Sum {
+  static __device__ __forceinline__ bool holds(float a, float b) { return a <= b; }
   static __device__ __forceinline__ Partial nothing() { return INFINITY; }
   static __device__ __forceinline__ Partial merge(Partial a, Partial b) { return tensor_core::min_nan(a, b); }
 };
@@ -33,13 +35,13 @@ template <class Extreme> struct Winner {
   static constexpr bool kHasWinner = true;
   static __device__ __forceinline__ Partial nothing() { return {Extreme::nothing(), 1 << 30}; }
   static __device__ __forceinline__ Partial of(float value, int channel) { return {value, channel}; }
-  // Is a the better one, or NaN? Not where they are equal, or both NaN.
-  static __device__ __forceinline__ bool beats(float a, float b) {
-    return b == b && (a != a || (a != b && Extreme::merge(a, b) == a));
+  // Without branches: a compiler makes of && and || some, which warps then take apart.
+  static __device__ __forceinline__ bool beats(float a, float b) {  // or a alone is NaN
+    return !Extreme::holds(b, a) & (b == b);
   }
   static __device__ __forceinline__ Partial merge(const Partial& a, const Partial& b) {
-    const bool first = beats(a.value, b.value) || (!beats(b.value, a.value) && a.channel < b.channel);
-    return first ? a : b;
+    const bool second = beats(b.value, a.value) | (!beats(a.value, b.value) & (b.channel < a.channel));
+    return {second ? b.value : a.value, second ? b.channel : a.channel};
   }
   static __device__ __forceinline__ float result(const Partial& p) { return p.value; }
 };
@@ -73,6 +75,23 @@ template <class Reduction> struct Merging {
     Partial found = p[0];
 #pragma unroll
     for (int i = 1; i < kCount; i++) found = Reduction::merge(found, p[i]);
+    return found;
+  }
+};
+template <class Extreme> struct Merging<Winner<Extreme>> {
+  using Partial = typename Winner<Extreme>::Partial;
+  static __device__ __forceinline__ Partial two(float a, float b, int of_a, int of_b) {  // of_a < of_b
+    const bool second = Winner<Extreme>::beats(b, a);
+    return {second ? b : a, second ? of_b : of_a};
+  }
+  // The extreme first, then who has it.
+  template <int kCount> static __device__ __forceinline__ Partial all(const Partial (&p)[kCount]) {
+    Partial found = {p[0].value, 1 << 30};
+#pragma unroll
+    for (int i = 1; i < kCount; i++) found.value = Extreme::merge(found.value, p[i].value);
+#pragma unroll
+    for (int i = 0; i < kCount; i++)
+      found.channel = min(found.channel, (p[i].value == found.value) | (p[i].value != p[i].value) ? p[i].channel : 1 << 30);
     return found;
   }
 };
