@@ -113,7 +113,8 @@ class Chain(Keeping):
         ]
         self.results = [place[node] for node in results]
         self.found = _finding(self.results)
-        self.written = sorted({places[i] for part, places in zip(parts, self.of) for i in part.updated})
+        # Those that backward reads, for each part: what is written, running statistics, stands behind them.
+        self.read = [places[: part.updated.start] for part, places in zip(parts, self.of)]
         self.drops: list[list[int]] = [[] for _ in parts]  # by part, results that nothing needs behind it
         last = {self.count + number: number for number in range(len(parts))}  # one that nobody reads
         last |= {place: number for number, places in enumerate(self.of) for place in places}
@@ -179,13 +180,13 @@ class _Run:
 
     def __init__(self, chain: Chain, steps: Sequence[Step]):
         self.steps, self.of, self.count = steps, chain.of, chain.count
-        self.results, self.found, self.written = chain.results, chain.found, chain.written
+        self.results, self.found, self.read = chain.results, chain.found, chain.read
         self.picks = [*map(_picking, chain.of)]
         self.weights = [places[part.inputs] for part, places in zip(chain.parts, chain.of)]
         filters = [step.plan.inner.filters if _by_library(step) else None for step in steps]
         self.turns = layouts.turning_all(filters)
         # Places of the values that backward reads, and of results without gradients.
-        kept = {i for step, places in zip(steps, chain.of) if step.saving for i in places}
+        kept = {i for step, places in zip(steps, chain.read) if step.saving for i in places}
         self.kept, self.drops = sorted(kept), [[i for i in own if i not in kept] for own in chain.drops]
         self.constant = [i for i in chain.results if not steps[i - chain.count].saving]
         self.saved = [0] * len(steps)  # how many tensors each part saves
@@ -210,8 +211,6 @@ class _Run:
     def _computed(self, tensors: Sequence[Tensor]) -> tuple[list, list[Tensor]]:
         """All values, but for those that nothing needs behind the parts that read them, and what parts save for backward."""
         values, saved = [*tensors, *[None] * len(self.steps)], []
-        for i in self.written:  # as eager's kernels do: autograd isn't told
-            values[i] = values[i].data
         turned, weights = [None] * len(self.steps), [values[i] for i in self.weights]
         for number, (step, pick, drops) in enumerate(zip(self.steps, self.picks, self.drops)):
             if number in self.turns:  # not all at once: until then there is memory for others
@@ -255,13 +254,14 @@ class _Back:
         asked = dict(enumerate(needs))
         at = {place: i for i, place in enumerate(run.kept)}
         first, steps, free = len(at), [], set(at.values())
-        for number, (step, places) in enumerate(zip(run.steps, run.of)):
+        for number, (step, places, read) in enumerate(zip(run.steps, run.of, run.read)):
             result, own = run.count + number, [asked[i] for i in places]
             asked[result] = step.saving and any(own)
             kept = slice(first, first + run.saved[number])
             first = kept.stop
             if asked[result]:
-                reads = [at[i] for i in places]
+                reads = [at[i] for i in read]
+                reads += [reads[0]] * (len(places) - len(read))  # x stands for what isn't read
                 frees = [*free.intersection(reads), *range(kept.start, kept.stop)]
                 free.difference_update(reads)
                 weight = run.weights[number] if run.weights.count(run.weights[number]) == 1 else None

@@ -85,7 +85,7 @@ class Launch:
         self.bound(*taken)
         for at, entry, _ in self.converted:
             if entry.written:
-                arguments[entry.argument].copy_(taken[at])
+                arguments[entry.argument].data.copy_(taken[at])  # as launches that tell autograd nothing
         return made
 
 
