@@ -78,7 +78,7 @@ def _saved(case):
     return [((case.sizes.N, case.sizes.C, *positions), case.x.dtype, torch.contiguous_format)]
 
 
-def _backward(plan, dy, a, saved, needs):
+def _backward(plan, dy, a, saved, needs, *_):
     segment = plan.segment
     graph, (y,) = segment.graph, segment.outputs
     leaves, sizes = _leaves(segment, a, saved[0])
@@ -108,7 +108,7 @@ def replace_kernels(monkeypatch) -> None:
     monkeypatch.setattr(schedule, "forward", _forward)
     monkeypatch.setattr(schedule, "backward", _backward)
     monkeypatch.setattr(schedule, "saved", _saved)
-    monkeypatch.setattr(schedule, "spends", lambda plan: False)
+    monkeypatch.setattr(schedule, "spends", lambda plan: ())
     monkeypatch.setattr(schedule, "requests", lambda *given: [])
     monkeypatch.setattr(schedule, "describe", lambda *given: "the graph by torch")
 

@@ -20,7 +20,7 @@ from torch import Tensor, fx, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
 from torch._C._functorch import is_legacy_batchedtensor
 
-from inline_kernels.loader.operators import are_nobody_elses, backward_seldom, is_watched
+from inline_kernels.loader.operators import are_nobody_elses, backward_seldom, is_watched, precision
 
 from . import layouts, library, load_plan, schedule
 from .part import Part, Step
@@ -190,7 +190,7 @@ class _Run:
         self.kept, self.drops = sorted(kept), [[i for i in own if i not in kept] for own in chain.drops]
         self.constant = [i for i in chain.results if not steps[i - chain.count].saving]
         self.saved = [0] * len(steps)  # how many tensors each part saves
-        self.backs: dict[tuple, _Back] = {}  # by what is asked for
+        self.backs: dict[tuple, _Back] = {}  # by what is asked for, and the library's settings
 
     def bound(self) -> Callable:
         if any([step.saving for step in self.steps]):
@@ -226,21 +226,23 @@ class _Run:
 
     def backward(self, dys: Sequence[Tensor | None], given: list, needs: tuple[bool, ...]) -> list:
         """The gradients of the chain's tensors. given: what forward saved, which is dropped as soon as it was read."""
-        if needs not in self.backs:
-            self.backs[needs] = _Back(self, needs)
-        return self.backs[needs](dys, given)
+        settings = precision(given[0])  # which may be others than forward's
+        if (back := self.backs.get((needs, settings))) is None:
+            back = self.backs[needs, settings] = _Back(self, needs, settings)
+        return back(dys, given)
 
 
 class _BackStep(NamedTuple):
-    """Backward of a part. places: of its tensors; pick: gives those of what forward saved; kept: what it saved itself there; frees: what nobody
-    reads behind it there; result: its place; weight: its filters', if no other part has them."""
+    """Backward of a part. wanted: of its tensors that need gradients the numbers, and their places; pick: gives its tensors of what forward saved;
+    kept: what it saved itself there; spent: what of that it uses up; frees: what nobody reads behind it there; result: its place; weight: its
+    filters', if no other part has them."""
 
-    number: int
     step: Step
-    places: Sequence[int]
+    wanted: Sequence[tuple[int, int]]
     needs: Sequence[bool]
     pick: Callable
     kept: slice
+    spent: Sequence[int]
     frees: Sequence[int]
     result: int
     weight: int | None
@@ -249,8 +251,8 @@ class _BackStep(NamedTuple):
 class _Back:
     """A chain's backward for what is asked for, from the last part to the first."""
 
-    def __init__(self, run: _Run, needs: tuple[bool, ...]):
-        self.needs, self.results = needs, run.results
+    def __init__(self, run: _Run, needs: tuple[bool, ...], settings: object):
+        self.needs, self.settings, self.results = needs, settings, run.results
         asked = dict(enumerate(needs))
         at = {place: i for i, place in enumerate(run.kept)}
         first, steps, free = len(at), [], set(at.values())
@@ -265,8 +267,10 @@ class _Back:
                 frees = [*free.intersection(reads), *range(kept.start, kept.stop)]
                 free.difference_update(reads)
                 weight = run.weights[number] if run.weights.count(run.weights[number]) == 1 else None
+                wanted = [(i, place) for i, place in enumerate(places) if asked[place]]
+                spent = [kept.start + i for i in step.plan.spends]
                 pick = _picking(reads)
-                steps.append(_BackStep(number, step, places, own, pick, kept, frees, result, weight))
+                steps.append(_BackStep(step, wanted, own, pick, kept, spent, frees, result, weight))
         self.steps, self.size = steps[::-1], run.count + len(run.steps)
         self.turns = self.turns_back = None  # once backward has run
 
@@ -283,21 +287,20 @@ class _Back:
             dy, gradients[each.result] = gradients[each.result], None
             if dy is None:
                 continue
-            spends = not watched and each.step.plan.spends
-            spent = spends and are_nobody_elses(given, each.kept.start, each.kept.stop)
+            spent = each.spent and not watched and are_nobody_elses(given, each.spent)
             a, saved, shared = each.pick(given) + each.step.constants, given[each.kept], each.step.shared
             if watched:
                 found = shared.operator.backward_registered(dy, a, saved, each.needs)
             else:
-                plan, filters = each.step.plan, turned[i]
                 found = shared.backward(
-                    dy, a, *saved, plan=plan, needs=each.needs, turned=filters, spent=spent
-                )
-            for place, need, gradient in zip(each.places, each.needs, found):
-                if need and gradient is not None:
+                    dy, a, *saved, plan=each.step.plan, needs=each.needs, turned=turned[i], spent=bool(spent),
+                    settings=self.settings,
+                )  # fmt: skip
+            for number, place in each.wanted:
+                if (gradient := found[number]) is not None:
                     known = gradients[place]
                     gradients[place] = gradient if known is None else _sum(known, gradient)
-            turned[i] = a = saved = found = dy = None
+            turned[i] = a = saved = found = gradient = dy = None
             for at in each.frees:
                 given[at] = None
         if self.turns is None:
@@ -311,7 +314,7 @@ class _Back:
         filters, back = [], []
         for each in self.steps:
             own = each.weight is not None and _by_library(each.step)
-            filters.append(schedule.turns_filters(each.step.plan.inner, each.needs) if own else None)
+            filters.append(_filters_of(each, self.settings) if own else None)
             back.append(filters[-1].back() if filters[-1] and self.needs[each.weight] else None)
         self.back, self.turns_back = back, layouts.turning_all(back)
         self.turns = layouts.turning_all(filters)
@@ -326,6 +329,10 @@ class _Back:
         for t, each, turning in zip(made, self.steps, self.back):
             if turning and t is not None:
                 gradients[each.weight] = t.contiguous()
+
+
+def _filters_of(each: _BackStep, settings: object) -> layouts.Turning | None:
+    return schedule.turns_filters(each.step.plan.inner, each.needs, settings)
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:

@@ -290,26 +290,26 @@ def image_of(plan, x: Tensor, layout: int) -> Callable[[Tensor], Tensor]:
 
 def convolving(plan, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], Turning | None]:
     """What gives v of an x and a weight like these, as forward's passes read it: channels last where `plan.last` or `plan.layout`. And how it
-    turns the filters; it takes turned ones as its third argument."""
+    turns the filters; it takes turned ones, or None, as its third argument."""
     if plan.own:
         return plan.own, None
     how, image = plan.convolution, image_of(plan, x, plan.runs)
     if not plan.runs:
         if how.is_nothing:
-            return lambda x, weight: library.aligned(library.convolve(how, x, weight)), None
+            return lambda x, weight, _: library.aligned(library.convolve(how, x, weight)), None
         behind = plan.turns.channels_last(_like_v(plan, x), False) if plan.last else itself
-        return lambda x, weight: behind(library.convolve(how, image(x), weight)), None
+        return lambda x, weight, _: behind(library.convolve(how, image(x), weight)), None
     how, operands = operands_of(plan, x, weight, plan.runs)
     if not (plan.last or plan.layout):
         in_planes = plan.turns.planes(_like_v(plan, x))
 
-        def run(x: Tensor, weight: Tensor, turned: Tensor | None = None) -> Tensor:
+        def run(x: Tensor, weight: Tensor, turned: Tensor | None) -> Tensor:
             return in_planes(library.convolve(how, image(x), weight, operands, turned))
 
         return run, operands.filters
     layout = library.channels_last(x)
 
-    def last(x: Tensor, weight: Tensor, turned: Tensor | None = None) -> Tensor:
+    def last(x: Tensor, weight: Tensor, turned: Tensor | None) -> Tensor:
         v = library.convolve(how, image(x), weight, operands, turned)
         return library.aligned(v, layout) if v is x else v.contiguous(memory_format=layout)
 
@@ -320,16 +320,20 @@ def differentiating(
     plan, x: Tensor, weight: Tensor, wanted: Sequence[bool], layout: int, turned: bool
 ) -> tuple[Callable[..., tuple[Tensor | None, Tensor | None]], Turning | None]:
     """What gives of dz, x and the weight the gradients of x and the weight that are wanted, by the library in that layout; and how it turns the
-    filters. Given turned ones as its fourth argument it leaves the weight's gradient as the library gives it. turned: does dz come channels last?"""
+    filters. Given turned ones as its fourth argument, not None, it leaves the weight's gradient as the library gives it. turned: does dz come channels last?"""
     how, image = plan.convolution, image_of(plan, x, layout)
     in_planes = not plan.last or between.rounds(plan.segment, x) and not how.is_nothing
     if layout == PLANES and in_planes:
         of_dz = plan.turns.planes(_like_v(plan, x)) if turned else itself
-        return lambda dz, x, weight: library.convolve_backward(how, of_dz(dz), image(x), weight, wanted), None
+
+        def in_planes_alone(dz: Tensor, x: Tensor, weight: Tensor, _: None) -> tuple:
+            return library.convolve_backward(how, of_dz(dz), image(x), weight, wanted)
+
+        return in_planes_alone, None
     how, operands = operands_of(plan, x, weight, layout or plan.runs)
     of_dz, results = _of_gradient(plan, x, layout, turned), _results(plan, how, x, weight)
 
-    def run(dz: Tensor, x: Tensor, weight: Tensor, turned: Tensor | None = None) -> tuple:
+    def run(dz: Tensor, x: Tensor, weight: Tensor, turned: Tensor | None) -> tuple:
         found = library.convolve_backward(how, of_dz(dz), image(x), weight, wanted, operands, turned)
         return results(*found, turned is not None)
 

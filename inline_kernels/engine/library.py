@@ -48,7 +48,10 @@ def channels_last(x: Tensor) -> torch.memory_format:
 
 def is_channels_last(*tensors: Tensor) -> bool:
     """Would the library's convolution of these give a channels-last result?"""
-    return any(t.is_contiguous(memory_format=channels_last(t)) and not t.is_contiguous() for t in tensors)
+    for t in tensors:  # often called: `any` takes twice as long
+        if t.is_contiguous(memory_format=CHANNELS_LAST[t.dim()]) and not t.is_contiguous():
+            return True
+    return False
 
 
 def result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.memory_format:

@@ -478,8 +478,14 @@ def plan(case: Case) -> Launch:
     return launch_of(case, *_chosen(case), entry)
 
 
-def launch_of(case: Case, mainloop, found: Composed, entry: Callable[[Array, int | None], Entry]) -> Launch:
-    """entry: of a result, and the number of the argument that it is written over, or None."""
+def launch_of(
+    case: Case,
+    mainloop,
+    found: Composed,
+    entry: Callable[[Array, int | None], Entry],
+    returned: Sequence[str] | None = None,
+) -> Launch:
+    """entry: of a result, and the number of the argument that it is written over, or None. returned: as a Launch has it."""
     segment, arguments = case.segment, case.arguments
     kernels = inline_loader.load(**build(mainloop, found, case))
     x, weight_at, at = case.x, len(segment.inputs), cases.places(segment)
@@ -492,7 +498,8 @@ def launch_of(case: Case, mainloop, found: Composed, entry: Callable[[Array, int
     values = dict(zip(segment.scalars, arguments[cases.first_number(segment) :]))
     numbers = [float(values[name]) for name in found.numbers]
     bind = functools.partial(kernels.forward.bound, *numbers, trusting=True, new=new_of(table))
-    return Launch(bind, table, arguments, number=at["seed"] + 1 if found.random else None)
+    number = at["seed"] + 1 if found.random else None
+    return Launch(bind, table, arguments, number=number, returned=returned)
 
 
 def forward(plan: Launch, arguments: Sequence) -> list[Tensor]:

@@ -7,11 +7,12 @@ backward follows, sinks.py has what the first pass over v makes, sums mostly, ta
 
 from __future__ import annotations
 
+import functools
+
 from . import direct, load_plan, programs, schedule, sinks
 from .between import KEPT
 from .cases import Case
 from .graph import ELEMENTS, Graph
-from .launching import picking
 from .schedule import Unsupported, backward, forward, saved, spends
 from .segment import Segment
 
@@ -97,16 +98,12 @@ def plan(case: Case) -> load_plan.Plan:
         return _with_the_first_pass(behind, *beside)
     by = convolving(case)
     own = by.plan(alone(case))
-    return schedule.plan(behind, own=lambda x, weight: by.forward(own, (x, weight))[0])
+    return schedule.plan(behind, own=lambda x, weight, _: by.forward(own, (x, weight))[0])
 
 
 def _with_the_first_pass(case: Case, mainloop, found: sinks.Composed) -> load_plan.Plan:
     plan = schedule.plan(case, own=lambda *_: None)  # which is not called: `instead` stands for all
-    launch = sinks.launch_of(
-        case, mainloop, found, lambda array, place: load_plan.entry_of(plan, array, place)
-    )
-    pick = picking(
-        [launch.made.index(name) for name in ("y", *[array.name for array in plan.composed.saved])]
-    )
-    plan.instead = lambda arguments, _: pick(launch.run(arguments))
+    entry, returned = functools.partial(load_plan.entry_of, plan), [a.name for a in plan.composed.saved]
+    launch = sinks.launch_of(case, mainloop, found, entry, ("y", *returned))
+    plan.instead = lambda arguments, _: launch.run(arguments)
     return plan
