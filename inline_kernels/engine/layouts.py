@@ -142,10 +142,10 @@ class Turns:
         are_last = one.last[0], other.last[0], one.last[1], other.last[1]
         last = [i for i, is_last in enumerate(are_last) if is_last]
         launch = self._launch("transpose_both", (*one.numbers, *other.numbers, rounds), last)
-        empty_like = torch.empty_like
+        make, make_other = library.making(one.like), library.making(other.like)
 
         def turned(t: Tensor, other_t: Tensor) -> tuple[Tensor, Tensor]:
-            out, other_out = empty_like(one.like), empty_like(other.like)
+            out, other_out = make(), make_other()
             launch(out, other_out, one.source(t), other.source(other_t))
             return out, other_out
 
@@ -229,14 +229,14 @@ def turning_all(turnings: Sequence[Turning | None]) -> dict[int, Callable[[Seque
 
 
 def _job(kernels, some: Sequence[int], turns: Sequence[_Turn], rounds: bool) -> Callable:
-    count, empty_like = len(some), torch.empty_like
+    count, makes = len(some), [library.making(turn.like) for turn in turns]
     numbers = [number for turn in turns for number in turn.numbers]
     last = [i + k * count for k in (0, 1) for i, turn in enumerate(turns) if turn.last[k]]
     bind = getattr(kernels, f"turn_{count}").bound
     launch = bind(*numbers, rounds, trusting=True, new=count, last=last)
 
     def run(tensors: Sequence[Tensor], found: list) -> None:
-        made = [empty_like(turn.like) for turn in turns]
+        made = [make() for make in makes]
         launch(*made, *[turn.source(tensors[i]) for i, turn in zip(some, turns)])
         for i, t in zip(some, made):
             found[i] = t
@@ -257,10 +257,10 @@ class Operands:
 
 
 def _by(launch: Callable, like: Tensor, source: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    empty_like = torch.empty_like
+    make = library.making(like)
 
     def turned(t: Tensor) -> Tensor:
-        out = empty_like(like)
+        out = make()
         launch(out, source(t))
         return out
 
