@@ -181,7 +181,6 @@ class _Run:
     def __init__(self, chain: Chain, steps: Sequence[Step]):
         self.steps, self.of, self.count = steps, chain.of, chain.count
         self.results, self.found, self.read = chain.results, chain.found, chain.read
-        self.picks = [*map(_picking, chain.of)]
         self.weights = [places[part.inputs] for part, places in zip(chain.parts, chain.of)]
         filters = [step.plan.inner.filters if _by_library(step) else None for step in steps]
         self.turns = layouts.turning_all(filters)
@@ -189,6 +188,9 @@ class _Run:
         kept = {i for step, places in zip(steps, chain.read) if step.saving for i in places}
         self.kept, self.drops = sorted(kept), [[i for i in own if i not in kept] for own in chain.drops]
         self.constant = [i for i in chain.results if not steps[i - chain.count].saving]
+        # By part: what it runs, what picks its tensors, what turns filters first (not all at once: until then there is memory for others), and drops.
+        turns = map(self.turns.get, range(len(steps)))
+        self.walk = [*zip(steps, map(_picking, chain.of), turns, self.drops)]
         self.saved = [0] * len(steps)  # how many tensors each part saves
         self.backs: dict[tuple, _Back] = {}  # by what is asked for, and the library's settings
 
@@ -212,14 +214,14 @@ class _Run:
         """All values, but for those that nothing needs behind the parts that read them, and what parts save for backward."""
         values, saved = [*tensors, *[None] * len(self.steps)], []
         turned, weights = [None] * len(self.steps), [values[i] for i in self.weights]
-        for number, (step, pick, drops) in enumerate(zip(self.steps, self.picks, self.drops)):
-            if number in self.turns:  # not all at once: until then there is memory for others
-                self.turns[number](weights, turned)
-            a = pick(values) + step.constants
-            y, *more = step.shared.forward(a, plan=step.plan, saving=step.saving, turned=turned[number])
-            values[self.count + number], turned[number], self.saved[number] = y, None, len(more)
-            saved += more
-            a = y = None
+        for number, (step, pick, turn, drops) in enumerate(self.walk):
+            if turn:
+                turn(weights, turned)
+            a, filters = pick(values) + step.constants, turned[number]
+            found = step.shared.forward(a, plan=step.plan, saving=step.saving, turned=filters)
+            values[self.count + number], self.saved[number] = found[0], len(found) - 1
+            saved += found[1:]
+            turned[number] = a = filters = found = None
             for i in drops:
                 values[i] = None
         return values, saved
@@ -234,8 +236,8 @@ class _Run:
 
 class _BackStep(NamedTuple):
     """Backward of a part. wanted: of its tensors that need gradients the numbers, and their places; pick: gives its tensors of what forward saved;
-    kept: what it saved itself there; spent: what of that it uses up; frees: what nobody reads behind it there; result: its place; weight: its
-    filters', if no other part has them."""
+    kept: what it saved itself there; spent: what of that it uses up; frees: what nobody reads behind it there; result: its place; filters: where
+    those are of what forward saved; weight: their place, if no other part has them."""
 
     step: Step
     wanted: Sequence[tuple[int, int]]
@@ -245,6 +247,7 @@ class _BackStep(NamedTuple):
     spent: Sequence[int]
     frees: Sequence[int]
     result: int
+    filters: int
     weight: int | None
 
 
@@ -269,8 +272,8 @@ class _Back:
                 weight = run.weights[number] if run.weights.count(run.weights[number]) == 1 else None
                 wanted = [(i, place) for i, place in enumerate(places) if asked[place]]
                 spent = [kept.start + i for i in step.plan.spends]
-                pick = _picking(reads)
-                steps.append(_BackStep(step, wanted, own, pick, kept, spent, frees, result, weight))
+                pick, filters = _picking(reads), at[run.weights[number]]
+                steps.append(_BackStep(step, wanted, own, pick, kept, spent, frees, result, filters, weight))
         self.steps, self.size = steps[::-1], run.count + len(run.steps)
         self.turns = self.turns_back = None  # once backward has run
 
@@ -280,7 +283,7 @@ class _Back:
             gradients[place] = dy
         watched = is_watched()
         turned, turns = [None] * len(self.steps), {} if watched else self.turns or {}
-        weights = [each.pick(given)[each.step.shared.inputs] for each in self.steps] if turns else ()
+        weights = [given[each.filters] for each in self.steps] if turns else ()
         for i, each in enumerate(self.steps):
             if i in turns:
                 turns[i](weights, turned)
@@ -323,7 +326,7 @@ class _Back:
         """Those of filters that the library gave channels last."""
         found = [gradients[each.weight] if turning else None for each, turning in zip(self.steps, self.back)]
         made: list[Tensor | None] = [*found]
-        if all(t is not None and library.is_channels_last(t) for t, each in zip(found, self.back) if each):
+        if all([each is None or t is not None and each.comes(t) for t, each in zip(found, self.back)]):
             for run in self.turns_back.values():
                 run(found, made)
         for t, each, turning in zip(made, self.steps, self.back):

@@ -174,6 +174,10 @@ class Turning(NamedTuple):
         turn = _Turn.of(like, to_last)
         return cls(turn, rounds) if rounds or turn.moves else None
 
+    def comes(self, t: Tensor) -> bool:
+        """Does it lie as what is turned does?"""
+        return t.is_contiguous(memory_format=self.turn.layout)
+
     def back(self) -> Turning | None:
         """Of what lies so into planes."""
         turn = _Turn.of(self.turn.like, False)

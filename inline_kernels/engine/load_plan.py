@@ -74,15 +74,15 @@ class Plan:
         return layouts.Turns(self.kernels)
 
     @functools.cached_property
-    def given_lie(self) -> list[torch.memory_format]:
-        """dy, and what forward saves."""
+    def given_lie(self) -> Sequence[tuple[int, torch.memory_format]]:
+        """dy, and what forward saves, counted."""
         last = library.CHANNELS_LAST[2 + self.segment.graph.dimensions]
         of_y = _has_channels(self.segment.outputs[0].space)
         are_last = [
             bool(self.turns_y) or self.last and of_y,
             *[self.last and a.name == "v" for a in self.composed.saved],
         ]
-        return [last if each else torch.contiguous_format for each in are_last]
+        return [*enumerate([last if each else torch.contiguous_format for each in are_last])]
 
     @functools.cached_property
     def shape(self) -> list[int]:

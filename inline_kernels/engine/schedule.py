@@ -261,7 +261,10 @@ def backward(
     if not back.launch:
         return [None] * back.count
     # A user's hooks may give what was saved back in other strides; the library takes its operands as they come.
-    given = [_lying(t, layout) for t, layout in zip((dy, *saved), plan.given_lie)]
+    given = [dy, *saved]
+    for i, layout in plan.given_lie:
+        if (t := given[i]).data_ptr() % 16 or not t.is_contiguous(memory_format=layout):
+            given[i] = library.aligned(t, layout)
     if back.passes:
         given.append(plan.strips["backward"].image.of(x))
     if back.over is not None:
@@ -290,10 +293,6 @@ def backward(
     if dweight is not None:
         found[plan.weight_at] = dweight
     return found
-
-
-def _lying(t: Tensor, layout: torch.memory_format) -> Tensor:
-    return library.aligned(t, layout) if t.data_ptr() % 16 or not t.is_contiguous(memory_format=layout) else t
 
 
 def turns_filters(plan: Plan, needs: Sequence[bool], settings: object) -> layouts.Turning | None:
@@ -406,7 +405,7 @@ def saved(case: Case) -> list[tuple[list[int], torch.dtype, torch.memory_format]
     if any(a.parts is not None for a in arrays):
         _divide(found, case.arguments)
     shapes = [shape_of(found, found.composed.forward, a) for a in arrays]
-    return [*zip(shapes, [dtype_of(found, a) for a in arrays], found.given_lie[1:])]
+    return [*zip(shapes, [dtype_of(found, a) for a in arrays], [lies for _, lies in found.given_lie[1:]])]
 
 
 def describe(case: Case, own: str | None = None, done: int | None = None) -> str:
