@@ -434,6 +434,32 @@ def test_no_gradient_of_what_is_given(last, in_front):
     assert "dz" in launch.made[len(launch.like) :], "one without elements"
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_made_like_a_tensor(layout, inference):
+    """Is what torch.empty_like makes, each time another."""
+    like = library.without_memory(torch.empty(1), (2, 3, 4, 5), torch.float64, layout)
+    make = library.making(like)
+    with torch.inference_mode(inference):
+        made, other, theirs = make(), make(), torch.empty_like(like)
+    assert made.data_ptr() != other.data_ptr() and made.untyped_storage().nbytes() == 960
+    for name in ("shape", "dtype", "device", "requires_grad"):
+        assert getattr(made, name) == getattr(theirs, name)
+    assert made.stride() == theirs.stride() == like.stride() and made.is_inference() == inference
+
+
+@pytest.mark.gpu
+def test_what_is_made_on_a_gpu():
+    """On the tensor's own, whichever is the current one."""
+    for index in range(torch.cuda.device_count()):
+        like = library.without_memory(torch.empty(1, device=f"cuda:{index}"), (2, 3), torch.float32)
+        for current in range(torch.cuda.device_count()):
+            with torch.cuda.device(current):
+                made = library.making(like)()
+            assert (made.device.index, made.shape, made.stride()) == (index, (2, 3), (3, 1))
+            assert made.fill_(2).sum() == 12
+
+
 def test_x_itself_in_planes(device):
     """Without a convolution behind it, of x that stands anywhere: nothing is turned there or back."""
     torch.manual_seed(0)

@@ -157,7 +157,9 @@ class SegmentOperator:
         self.reference = Reference(self, segment, modules, others)
 
         def forward(a, *, plan, saving, turned=None):
-            found = schedule.forward(plan.inner, a) if turned is None else schedule.forward(plan.inner, a, turned)
+            found = (
+                schedule.forward(plan.inner, a) if turned is None else schedule.forward(plan.inner, a, turned)
+            )
             layout = plan.layout
             if not layout.is_there:
                 found = [layout.laid_out(found[0]), *found[1:]]

@@ -132,9 +132,7 @@ def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
         shapes["v"] = (divided.samples, *of_v[1:]) if kept else (0,)
     names, returned = composed.forward_names, ("y", *[array.name for array in composed.saved])
     launcher = plan.kernels.forward
-    plan.launch = launch_of(
-        plan, launcher, composed.forward, names, arguments, given, shapes, True, returned
-    )
+    plan.launch = launch_of(plan, launcher, composed.forward, names, arguments, given, shapes, True, returned)
 
 
 def _divide(plan: Plan, arguments: Sequence) -> None:
