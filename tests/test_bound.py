@@ -123,6 +123,17 @@ def test_autograd_sees_what_is_written_to():
         squared.backward()
 
 
+def test_autograd_isn_t_told_by_who_is_trusted():
+    """At no call, the first and a profiler's neither; of what nobody has seen there is nothing to tell."""
+    (y, largest), x = outputs(), torch.ones(2)
+    launch = affine().bound(1.0, False, 2, trusting=True, new=1)
+    for _ in range(3):
+        launch(torch.empty(2), largest, x, 1)
+    with torch.profiler.profile():
+        launch(y, largest, x, 2)
+    assert (largest._version, x._version, largest.item()) == (0, 0, 1)
+
+
 def test_a_profiler_sees_the_operator():
     launch, (y, largest), x = affine().bound(1.0, False, 2), outputs(), torch.ones(2)
     launch(y, largest, x, 1)

@@ -316,7 +316,7 @@ class Generator:
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Allocations by new_empty and empty_like hold NaN, and launchers run between guard zones."""
+    """Allocations by new_empty, empty_like and the engine hold NaN, and launchers run between guard zones."""
     trace_rules.get_torch_obj_rule_map()  # kept once made, and torch.compile would know the guarded functions for ever
     new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
 
@@ -332,6 +332,19 @@ def guarded(monkeypatch):
             return empty_like(t, **options)
         return guarded_empty(t, t.shape, dtype=t.dtype)
 
+    making = library.making
+
+    def guarded_making(like):
+        make = making(like)
+
+        def made():
+            found = make()
+            found.untyped_storage().fill_(255)
+            return found
+
+        return made
+
+    monkeypatch.setattr(library, "making", guarded_making)
     monkeypatch.setattr(torch.Tensor, "new_empty", guarded_empty)
     monkeypatch.setattr(torch, "empty_like", guarded_like)
     with guarded_launches.zones() as damage:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
 from inline_kernels.bench import compare
-from inline_kernels.engine import chain, gradients, library
+from inline_kernels.engine import chain, gradients, library, precision, schedule
 from inline_kernels.engine import layouts as turning
 from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
 from test_engine_between import MODELS, layouts  # noqa: F401
@@ -428,6 +428,51 @@ def test_memory_is_free_as_soon_as_it_was_read(monkeypatch):
         read.clear()
         fast(x)
     assert count() == 0 and 1 <= max(read) <= 2
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_running_statistics_are_neither_kept_nor_told(apart):
+    """Backward reads none, so that they may be written to meanwhile; autograd doesn't know that they are written."""
+    torch.manual_seed(0)
+    model, x = Skips(), torch.randn(2, 3, 9, 10)
+    if apart:  # then a copy is written, and copied back
+        model.norm.running_mean, model.norm.running_var = torch.zeros(16)[::2], torch.ones(16)[::2]
+    fast, ours = fuse(deepcopy(model)), []
+    mine = [fast.norm.running_mean, fast.norm.running_var]
+    versions = [t._version for t in mine]
+    for _ in range(3):
+        z = fast(x)[1]
+        assert [t._version for t in mine] == versions
+        kept = {t.data_ptr() for t in z.grad_fn.saved_tensors}
+        assert not kept & {t.data_ptr() for t in mine} and fast.again.weight.data_ptr() in kept
+        before = [t.clone() for t in mine]
+        ours.append(torch.autograd.grad(z.square().sum(), fast.again.weight, retain_graph=True)[0])
+        mine[0].data.mul_(3)
+        assert torch.equal(torch.autograd.grad(z.square().sum(), fast.again.weight)[0], ours[-1])
+        mine[0].data.copy_(before[0])
+        theirs = torch.autograd.grad(model(x)[1].square().sum(), model.again.weight)[0]
+        torch.testing.assert_close(ours[-1], theirs, rtol=1e-4, atol=1e-4)
+        assert all(map(torch.allclose, before, (model.norm.running_mean, model.norm.running_var)))
+
+
+def test_settings_that_change_between_forward_and_backward(layouts, monkeypatch):  # noqa: F811
+    """What is asked of the library hangs on those of backward: what a chain turned for others isn't taken."""
+    make, shape = CASES["chain"]
+    fast, alone = two(make, monkeypatch)
+    now = ["as forward"]
+    for each in (chain, schedule):
+        monkeypatch.setattr(each, "precision", lambda x: now[0])
+    monkeypatch.setattr(precision, "runs_tf32", lambda *given, **settings: now[0] == "as forward")
+    for then in ("as forward", "as forward", "other", "other", "as forward"):
+        x, found = torch.randn(shape, requires_grad=True), []
+        for m in (fast, alone):
+            now[0] = "as forward"
+            y = m(x)
+            now[0] = then
+            found.append([*torch.autograd.grad(y.square().sum(), [x, *m.parameters()])])
+        assert_alike(*found)
+    (run,) = [situation.run.args[0] for each in chains(fast) for situation in each.situations]
+    assert {settings for _, settings in run.backs} == {"as forward", "other"}
 
 
 def test_counts_batches(monkeypatch):

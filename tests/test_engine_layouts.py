@@ -181,10 +181,10 @@ def test_ties_and_nan_between_lanes(channels, device):
     model[1](leaf).backward(dy)
     segment = segment_of(model, x)
     plan = schedule.plan(Case(segment, arguments := arguments_of(model, segment, x), True, x.dtype))
-    plan.convolve = lambda x, weight: x  # where a product would spread NaN
+    plan.convolve = lambda x, *_: x  # where a product would spread NaN
     y, *saved = schedule.forward(plan, arguments)
     assert plan.last and checks.equal(y, model[1](x)).all() and y.isnan().any()
-    dz, *_ = schedule._back(plan, False, True, True, arguments).launch.run(arguments, dy, *saved)
+    *_, dz, _ = schedule._back(plan, False, True, True, arguments).launch.run(arguments, dy, *saved)
     assert torch.equal(dz, leaf.grad)
 
 
@@ -431,10 +431,33 @@ def test_no_gradient_of_what_is_given(last, in_front):
     wanted = [run.results[f"gradient of {name}"] for name in run.segment.parameters[1:]]
     assert len(found) == 3 and all(map(torch.equal, found, wanted))
     launch = schedule._back(run.plan, False, False, True, run.arguments).launch
-    made = dict(
-        zip(launch.made, launch.run(run.arguments, schedule._lying(dy, torch.channels_last), *run.saved))
-    )
-    assert not made["dz"].numel()
+    assert "dz" in launch.made[len(launch.like) :], "one without elements"
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_made_like_a_tensor(layout, inference):
+    """Is what torch.empty_like makes, each time another."""
+    like = library.without_memory(torch.empty(1), (2, 3, 4, 5), torch.float64, layout)
+    make, strides = library.making(like), like.stride()  # which has no values to be shown
+    with torch.inference_mode(inference):
+        made, other, theirs = make(), make(), torch.empty_like(like)
+    assert made.data_ptr() != other.data_ptr() and made.untyped_storage().nbytes() == 960
+    for name in ("shape", "dtype", "device", "requires_grad"):
+        assert getattr(made, name) == getattr(theirs, name)
+    assert made.stride() == theirs.stride() == strides and made.is_inference() == inference
+
+
+@pytest.mark.gpu
+def test_what_is_made_on_a_gpu():
+    """On the tensor's own, whichever is the current one."""
+    for index in range(torch.cuda.device_count()):
+        like = library.without_memory(torch.empty(1, device=f"cuda:{index}"), (2, 3), torch.float32)
+        for current in range(torch.cuda.device_count()):
+            with torch.cuda.device(current):
+                made = library.making(like)()
+            assert (made.device.index, made.shape, made.stride()) == (index, (2, 3), (3, 1))
+            assert made.fill_(2).sum() == 12
 
 
 def test_x_itself_in_planes(device):
@@ -443,7 +466,7 @@ def test_x_itself_in_planes(device):
     model, x = InFront("norm", 16), torch.randn(2 * 16 * 45 + 1)[1:].view(2, 16, 5, 9)
     segment, arguments, _ = OfInFront.asked(model, x)
     plan = schedule.plan(Case(segment.with_result(None, False, (), False), arguments, True, x.dtype))
-    assert x.data_ptr() % 16 and plan.convolve(*arguments[:2]).data_ptr() % 16 == 0
+    assert x.data_ptr() % 16 and plan.convolve(*arguments[:2], None).data_ptr() % 16 == 0
     y, *saved = schedule.forward(plan, arguments)
     dy = torch.randn(x.shape)
     wanted = reference(model, x, dy, torch.float32)

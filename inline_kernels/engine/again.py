@@ -40,7 +40,7 @@ from . import (
 )
 from .cases import Case
 from .graph import ELEMENTS, Node
-from .launching import Entry, Launch, picking
+from .launching import Entry, Launch
 from .passes import Array, Key, Planes, Program, Unsupported
 from .scalars import instructions
 from .schedule import backward, forward, spends
@@ -314,16 +314,7 @@ def plan(case: Case) -> load_plan.Plan:
     found = _chosen(case)
     made = schedule.plan(case, own=lambda *_: None)  # which is not called: `instead` stands for all
     made.composed = _without_v(made.composed)
-
-    def entry(array: Array, place: int | None) -> Entry:
-        return load_plan.entry_of(made, array, place)
-
-    request = found.build(case, found.forward)
-    launch = sinks.launch_of(case, found.mainloop, found.forward, entry, request)
-    pick = picking(
-        [launch.made.index(name) for name in ("y", *[array.name for array in made.composed.saved])]
-    )
-    made.instead = lambda arguments, _: pick(launch.run(arguments))
+    sinks.set_forward(made, case, found.mainloop, found.forward, found.build(case, found.forward))
     request = found.build(case, found.backward)
     inline_loader.load(**request)  # what can't be built is known before forward runs
     own = found.program, found.backward, found.mainloop, request, case.exact_order
@@ -341,8 +332,9 @@ def _launch_back(
     arguments: Sequence,
     given: Sequence[str],
     shapes: Mapping,
+    returned: Sequence[str | None] | None = None,
 ) -> Launch:
-    """For arguments like the plan's, of which it keeps none. shapes: of what isn't of its own."""
+    """For arguments like the plan's, of which it keeps none. shapes: of what isn't of its own. returned: as a Launch has it."""
 
     def entry(array: Array, place: int | None) -> Entry:
         shape = None
@@ -351,7 +343,7 @@ def _launch_back(
         return Entry(array.name, load_plan.dtype_of(made, array), None, shape, shape is not None)
 
     case = Case(made.segment, arguments, True, made.dtype, exact_order)
-    return sinks.launch_of(case, mainloop, composed, entry, request, given)
+    return sinks.launch_of(case, mainloop, composed, entry, request, given, returned)
 
 
 def saved(case: Case) -> list:

@@ -20,7 +20,7 @@ from torch import Tensor, fx, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
 from torch._C._functorch import is_legacy_batchedtensor
 
-from inline_kernels.loader.operators import are_nobody_elses, backward_seldom, is_watched
+from inline_kernels.loader.operators import are_nobody_elses, backward_seldom, is_watched, precision
 
 from . import layouts, library, load_plan, schedule
 from .part import Part, Step
@@ -113,7 +113,8 @@ class Chain(Keeping):
         ]
         self.results = [place[node] for node in results]
         self.found = _finding(self.results)
-        self.written = sorted({places[i] for part, places in zip(parts, self.of) for i in part.updated})
+        # Those that backward reads, for each part: what is written, running statistics, stands behind them.
+        self.read = [places[: part.updated.start] for part, places in zip(parts, self.of)]
         self.drops: list[list[int]] = [[] for _ in parts]  # by part, results that nothing needs behind it
         last = {self.count + number: number for number in range(len(parts))}  # one that nobody reads
         last |= {place: number for number, places in enumerate(self.of) for place in places}
@@ -179,17 +180,19 @@ class _Run:
 
     def __init__(self, chain: Chain, steps: Sequence[Step]):
         self.steps, self.of, self.count = steps, chain.of, chain.count
-        self.results, self.found, self.written = chain.results, chain.found, chain.written
-        self.picks = [*map(_picking, chain.of)]
+        self.results, self.found, self.read = chain.results, chain.found, chain.read
         self.weights = [places[part.inputs] for part, places in zip(chain.parts, chain.of)]
         filters = [step.plan.inner.filters if _by_library(step) else None for step in steps]
         self.turns = layouts.turning_all(filters)
         # Places of the values that backward reads, and of results without gradients.
-        kept = {i for step, places in zip(steps, chain.of) if step.saving for i in places}
+        kept = {i for step, places in zip(steps, chain.read) if step.saving for i in places}
         self.kept, self.drops = sorted(kept), [[i for i in own if i not in kept] for own in chain.drops]
         self.constant = [i for i in chain.results if not steps[i - chain.count].saving]
+        # By part: what it runs, what picks its tensors, what turns filters first (not all at once: until then there is memory for others), and drops.
+        turns = map(self.turns.get, range(len(steps)))
+        self.walk = [*zip(steps, map(_picking, chain.of), turns, self.drops)]
         self.saved = [0] * len(steps)  # how many tensors each part saves
-        self.backs: dict[tuple, _Back] = {}  # by what is asked for
+        self.backs: dict[tuple, _Back] = {}  # by what is asked for, and the library's settings
 
     def bound(self) -> Callable:
         if any([step.saving for step in self.steps]):
@@ -210,63 +213,67 @@ class _Run:
     def _computed(self, tensors: Sequence[Tensor]) -> tuple[list, list[Tensor]]:
         """All values, but for those that nothing needs behind the parts that read them, and what parts save for backward."""
         values, saved = [*tensors, *[None] * len(self.steps)], []
-        for i in self.written:  # as eager's kernels do: autograd isn't told
-            values[i] = values[i].data
         turned, weights = [None] * len(self.steps), [values[i] for i in self.weights]
-        for number, (step, pick, drops) in enumerate(zip(self.steps, self.picks, self.drops)):
-            if number in self.turns:  # not all at once: until then there is memory for others
-                self.turns[number](weights, turned)
-            a = pick(values) + step.constants
-            y, *more = step.shared.forward(a, plan=step.plan, saving=step.saving, turned=turned[number])
-            values[self.count + number], turned[number], self.saved[number] = y, None, len(more)
-            saved += more
-            a = y = None
+        for number, (step, pick, turn, drops) in enumerate(self.walk):
+            if turn:
+                turn(weights, turned)
+            a, filters = pick(values) + step.constants, turned[number]
+            found = step.shared.forward(a, plan=step.plan, saving=step.saving, turned=filters)
+            values[self.count + number], self.saved[number] = found[0], len(found) - 1
+            saved += found[1:]
+            turned[number] = a = filters = found = None
             for i in drops:
                 values[i] = None
         return values, saved
 
     def backward(self, dys: Sequence[Tensor | None], given: list, needs: tuple[bool, ...]) -> list:
         """The gradients of the chain's tensors. given: what forward saved, which is dropped as soon as it was read."""
-        if needs not in self.backs:
-            self.backs[needs] = _Back(self, needs)
-        return self.backs[needs](dys, given)
+        settings = precision(given[0])  # which may be others than forward's
+        if (back := self.backs.get((needs, settings))) is None:
+            back = self.backs[needs, settings] = _Back(self, needs, settings)
+        return back(dys, given)
 
 
 class _BackStep(NamedTuple):
-    """Backward of a part. places: of its tensors; pick: gives those of what forward saved; kept: what it saved itself there; frees: what nobody
-    reads behind it there; result: its place; weight: its filters', if no other part has them."""
+    """Backward of a part. wanted: of its tensors that need gradients the numbers, and their places; pick: gives its tensors of what forward saved;
+    kept: what it saved itself there; spent: what of that it uses up; frees: what nobody reads behind it there; result: its place; filters: where
+    those are of what forward saved; weight: their place, if no other part has them."""
 
-    number: int
     step: Step
-    places: Sequence[int]
+    wanted: Sequence[tuple[int, int]]
     needs: Sequence[bool]
     pick: Callable
     kept: slice
+    spent: Sequence[int]
     frees: Sequence[int]
     result: int
+    filters: int
     weight: int | None
 
 
 class _Back:
     """A chain's backward for what is asked for, from the last part to the first."""
 
-    def __init__(self, run: _Run, needs: tuple[bool, ...]):
-        self.needs, self.results = needs, run.results
+    def __init__(self, run: _Run, needs: tuple[bool, ...], settings: object):
+        self.needs, self.settings, self.results = needs, settings, run.results
         asked = dict(enumerate(needs))
         at = {place: i for i, place in enumerate(run.kept)}
         first, steps, free = len(at), [], set(at.values())
-        for number, (step, places) in enumerate(zip(run.steps, run.of)):
+        for number, (step, places, read) in enumerate(zip(run.steps, run.of, run.read)):
             result, own = run.count + number, [asked[i] for i in places]
             asked[result] = step.saving and any(own)
             kept = slice(first, first + run.saved[number])
             first = kept.stop
             if asked[result]:
-                reads = [at[i] for i in places]
+                reads = [at[i] for i in read]
+                reads += [reads[0]] * (len(places) - len(read))  # x stands for what isn't read
                 frees = [*free.intersection(reads), *range(kept.start, kept.stop)]
                 free.difference_update(reads)
                 weight = run.weights[number] if run.weights.count(run.weights[number]) == 1 else None
-                pick = _picking(reads)
-                steps.append(_BackStep(number, step, places, own, pick, kept, frees, result, weight))
+                wanted = [(i, place) for i, place in enumerate(places) if asked[place]]
+                spent = [kept.start + i for i in step.plan.spends]
+                pick, filters = _picking(reads), at[run.weights[number]]
+                steps.append(_BackStep(step, wanted, own, pick, kept, spent, frees, result, filters, weight))
         self.steps, self.size = steps[::-1], run.count + len(run.steps)
         self.turns = self.turns_back = None  # once backward has run
 
@@ -276,28 +283,27 @@ class _Back:
             gradients[place] = dy
         watched = is_watched()
         turned, turns = [None] * len(self.steps), {} if watched else self.turns or {}
-        weights = [each.pick(given)[each.step.shared.inputs] for each in self.steps] if turns else ()
+        weights = [given[each.filters] for each in self.steps] if turns else ()
         for i, each in enumerate(self.steps):
             if i in turns:
                 turns[i](weights, turned)
             dy, gradients[each.result] = gradients[each.result], None
             if dy is None:
                 continue
-            spends = not watched and each.step.plan.spends
-            spent = spends and are_nobody_elses(given, each.kept.start, each.kept.stop)
+            spent = each.spent and not watched and are_nobody_elses(given, each.spent)
             a, saved, shared = each.pick(given) + each.step.constants, given[each.kept], each.step.shared
             if watched:
                 found = shared.operator.backward_registered(dy, a, saved, each.needs)
             else:
-                plan, filters = each.step.plan, turned[i]
                 found = shared.backward(
-                    dy, a, *saved, plan=plan, needs=each.needs, turned=filters, spent=spent
-                )
-            for place, need, gradient in zip(each.places, each.needs, found):
-                if need and gradient is not None:
+                    dy, a, *saved, plan=each.step.plan, needs=each.needs, turned=turned[i], spent=bool(spent),
+                    settings=self.settings,
+                )  # fmt: skip
+            for number, place in each.wanted:
+                if (gradient := found[number]) is not None:
                     known = gradients[place]
                     gradients[place] = gradient if known is None else _sum(known, gradient)
-            turned[i] = a = saved = found = dy = None
+            turned[i] = a = saved = found = gradient = dy = None
             for at in each.frees:
                 given[at] = None
         if self.turns is None:
@@ -310,8 +316,7 @@ class _Back:
         """What parts turned by themselves is turned together from now on: filters, and their gradients back."""
         filters, back = [], []
         for each in self.steps:
-            own = each.weight is not None and _by_library(each.step)
-            turning, both = schedule.turns_filters(each.step.plan.inner, each.needs) if own else (None, False)
+            turning, both = _filters_of(each, self.settings)
             filters.append(turning)
             back.append(turning.back() if turning and both and self.needs[each.weight] else None)
         self.back, self.turns_back = back, layouts.turning_all(back)
@@ -321,12 +326,19 @@ class _Back:
         """Those of filters that the library gave channels last."""
         found = [gradients[each.weight] if turning else None for each, turning in zip(self.steps, self.back)]
         made: list[Tensor | None] = [*found]
-        if all(t is not None and library.is_channels_last(t) for t, each in zip(found, self.back) if each):
+        if all([each is None or t is not None and each.comes(t) for t, each in zip(found, self.back)]):
             for run in self.turns_back.values():
                 run(found, made)
         for t, each, turning in zip(made, self.steps, self.back):
             if turning and t is not None:
                 gradients[each.weight] = t.contiguous()
+
+
+def _filters_of(each: _BackStep, settings: object) -> tuple[layouts.Turning | None, bool]:
+    """As schedule.turns_filters, of those that no other part has."""
+    if each.weight is None or not _by_library(each.step):
+        return None, False
+    return schedule.turns_filters(each.step.plan.inner, each.needs, settings)
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:

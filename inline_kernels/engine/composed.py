@@ -297,8 +297,7 @@ class Back(NamedTuple):
 
 
 class Plan:
-    """What is decided for arguments with the same shapes, dtypes and numbers. `kept`: what forward leaves for backward, by name. `results`: the
-    places of what it returns, in what its launch is given and makes. `made`: the sizes of what launchers write beside y and gradients."""
+    """What is decided for arguments with the same shapes, dtypes and numbers. `kept`: what forward leaves for backward, by name. `made`: the sizes of what launchers write beside y and gradients."""
 
     def __init__(self, call: Call):
         self.names, self.channels = ["x", *call.written.tensors], len(call.arguments[1])
@@ -312,10 +311,8 @@ class Plan:
         bind = self._binding(kernels, call.forward, call.numbers(call.forward), trusting=True)
         shapes = {"y": call.shape, **{name: (size,) for name, (size, _) in self.made.items()}}
         self.launch = self._launch(
-            bind, call.forward, call.arguments, self.convolves, shapes, launching.ANYWHERE
+            bind, call.forward, call.arguments, self.convolves, shapes, launching.ANYWHERE, ("y", *self.kept)
         )
-        names = [*self.convolves, *self.launch.made]
-        self.results = launching.picking([names.index(name) for name in ("y", *self.kept)])
         self.backwards, self.backs = {}, {}
         if call.saving:
             self.request = functools.partial(call.request, defines=call.defines("backward"))
@@ -338,8 +335,9 @@ class Plan:
         given: Sequence[str],
         shapes: Mapping,
         aligned: int,
+        returned: Sequence[str] | None = None,
     ) -> launching.Launch:
-        """shapes: of what is written; nobody wants the rest. aligned: of an Entry."""
+        """shapes: of what is written; nobody wants the rest. aligned: of an Entry. returned: as a Launch has it."""
         table, draws = [], False
         for p in launcher.parameters:
             if not p.tensor:
@@ -356,7 +354,8 @@ class Plan:
             table.append(
                 launching.Entry(p.name, self.types[p.ctype], at, shape, p.written, channels, aligned)
             )
-        return launching.Launch(bind, table, arguments, given, self.seed + 1 if draws else None)
+        number = self.seed + 1 if draws else None
+        return launching.Launch(bind, table, arguments, given, number, returned=returned)
 
     def planned_back(self, wanted: tuple[bool, bool], arguments: Sequence, saved: Sequence[Tensor]) -> Back:
         """Where dx, and dweight, are wanted or not."""
@@ -435,9 +434,8 @@ def plan(case: Case, edited: str | None = None) -> Plan:
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
     if not plan.convolves:
-        return plan.results(plan.launch.run(arguments))
-    v = library.convolve(plan.convolution, *arguments[:2])
-    return plan.results([v, *plan.launch.run(arguments, v)])
+        return plan.launch.run(arguments)
+    return plan.launch.run(arguments, library.convolve(plan.convolution, *arguments[:2]))
 
 
 def backward(

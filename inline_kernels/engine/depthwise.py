@@ -148,10 +148,10 @@ def _lying(t: Tensor) -> Tensor:
 
 
 def _convolving(launch: Callable, like: Tensor) -> Callable[..., Tensor]:
-    empty_like = torch.empty_like
+    make = library.making(like)
 
     def run(x: Tensor, weight: Tensor, *_) -> Tensor:
-        v = empty_like(like)
+        v = make()
         launch(v, _lying(x), library.contiguous(weight))
         return v
 
@@ -162,16 +162,16 @@ def _differentiating(
     launches: dict[str, Callable], like: Tensor, shape: Sequence[int], librarys: Callable | None
 ) -> Callable:
     """As torch.ops.aten.convolution_backward. librarys: that, where it gives the weight's gradient."""
-    of_input, of_weight, empty_like = (
+    of_input, of_weight, make = (
         launches["input_gradient"],
         launches["weight_gradient"],
-        torch.empty_like,
+        library.making(like),
     )
 
     def run(dz: Tensor, x: Tensor, weight: Tensor, *settings) -> tuple[Tensor | None, Tensor | None, None]:
         dx, dw, wanted, dz = None, None, settings[-1], _lying(dz)
         if wanted[0]:
-            of_input(dx := empty_like(like), dz, library.contiguous(weight))
+            of_input(dx := make(), dz, library.contiguous(weight))
         if wanted[1] and librarys:
             dw = librarys(dz, _lying(x), weight, *settings[:-1], (False, True, False))[1]
         elif wanted[1]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ from . import (
 from .algebra import reordered
 from .cases import Case
 from .graph import ELEMENTS, Node, order
-from .launching import Entry, Launch, new_of, picking
+from .launching import Entry, Launch, new_of
 from .mainloops import Job, Mainloop
 from .passes import Array, Program, Root, Unsupported
 from .scalars import SCALARS, compared, instructions
@@ -543,14 +543,13 @@ def describe(case: Case) -> str:
 
 @dataclass
 class Plan:
-    """`rest` computes what is left from the launcher's results, `pick` gives what forward returns, of what those and it make; `back` has backward. copies: of
-    arguments, by number, in what forward saves behind the launcher's results, of `room` doubles: the first of their own, and how many
-    numbers they have. last: does y lie channels last?"""
+    """`rest` computes what is left from the launcher's results, and returns what forward does; `back` has backward. copies: of arguments, by number,
+    in what forward saves behind the launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last:
+    does y lie channels last?"""
 
     launch: Launch
     rest: load_plan.Plan | None
     back: load_plan.Plan | None
-    pick: Callable | None
     copies: Sequence[tuple[int, int, int]]
     room: int = 0
     last: bool = False
@@ -569,7 +568,8 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     rest, back = (each and load_plan.Plan.of(case, each) for each in (written.rest, written.saving))
     if back:
         back.kernels, back.convolution = kernels, library.Convolution.of(segment.conv, case.weight)
-    pick = _set_rest(rest, written, kernels, arguments) if rest else None
+    if rest:
+        _set_rest(rest, written, kernels, arguments)
     shape = case.sizes.shape(written.front.node.space)
     if written.results[0].name == "y":
         shape = [*shape[:2], *shape[5 - segment.graph.dimensions :]]
@@ -582,17 +582,18 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     table += [Entry(name, x.dtype, at, last=at in turned) for name, at in (("x", 0), ("weight", weight_at))]
     bind = functools.partial(kernels.forward.bound, *numbers, trusting=True, new=new_of(table))
     launch = Launch(bind, [*table, *behind], arguments)
-    return Plan(launch, rest, back, pick, *_copies(segment, None if rest else back), table[0].last)
+    return Plan(launch, rest, back, *_copies(segment, None if rest else back), table[0].last)
 
 
-def _set_rest(rest: load_plan.Plan, written: Written, kernels, arguments: Sequence) -> Callable:
-    """Its launch, of the launcher's results; gives what picks y, and what is saved, of those and what it makes."""
+def _set_rest(rest: load_plan.Plan, written: Written, kernels, arguments: Sequence) -> None:
+    """Its launch, of the launcher's results, returns y and what is saved, of those and what it makes."""
     given = ["front" if array.name == "y" else array.name for array in written.results]
     program = written.rest.forward, written.rest.forward_names
-    rest.launch = load_plan.launch_of(rest, kernels.rest, *program, arguments, given, {"y": rest.shape})
-    names = [*given, *rest.launch.made]
-    saved = written.saving.saved if written.saving else ()
-    return picking([names.index(name) for name in ("y", *[array.name for array in saved])])
+    returned = "y", *[array.name for array in (written.saving.saved if written.saving else ())]
+    shapes = {"y": rest.shape}
+    rest.launch = load_plan.launch_of(
+        rest, kernels.rest, *program, arguments, given, shapes, returned=returned
+    )
 
 
 def _copies(segment, back: load_plan.Plan | None) -> tuple[list[tuple[int, int, int]], int]:
@@ -612,7 +613,7 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
     found = plan.launch.run(arguments)
     if plan.rest:
-        return plan.pick([*found, *plan.rest.launch.run(arguments, *found)])
+        return plan.rest.launch.run(arguments, *found)
     if plan.last:
         return found
     if plan.copies:
@@ -627,7 +628,7 @@ def backward(plan: Plan, *given) -> list[Tensor | None]:
     return schedule.backward(plan.back, *given)
 
 
-def spends(plan: Plan) -> bool:
+def spends(plan: Plan) -> Sequence[int]:
     return schedule.spends(plan.back)
 
 

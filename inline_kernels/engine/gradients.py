@@ -386,17 +386,17 @@ def planned(
         for name, request in requests(ways, segment, x, weight, last).items()
     }
     of_input, of_weight = launches.get("input"), launches.get("weight")
-    size, like = tuple(x.shape), library.without_memory(x, weight.shape, x.dtype, _layout(weight))
-    layout, empty_like = _layout(x), torch.empty_like
+    layout, make_dx = _layout(x), library.making(library.without_memory(x, x.shape, x.dtype))
+    make_dweight = library.making(library.without_memory(x, weight.shape, x.dtype, _layout(weight)))
 
     def run(dz: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
         dx = dweight = None
         if of_weight:
-            dweight = empty_like(like)
+            dweight = make_dweight()
             x = library.contiguous(x, layout)
             of_weight(dweight, dz, library.aligned(x, layout) if lie[2] else x)
         if of_input:
-            dx = x.new_empty(size)
+            dx = make_dx()
             of_input(dx, dz, library.contiguous(weight))
         return dx, dweight
 

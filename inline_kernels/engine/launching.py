@@ -32,10 +32,10 @@ class Entry(NamedTuple):
 
 
 class Launch:
-    """A launcher for arguments of one kind: `run(arguments, *given)` allocates what is to be made, runs it, and returns that, of the
-    names `made`. bind: gives what is run, of the tensors that lie channels last. given: the names of what is there beside the arguments.
-    number: of an argument, a number, behind the tensors. turning: gives what turns a tensor like that one, to channels last or back, or None.
-    `last`: does the first one lie channels last?"""
+    """A launcher for arguments of one kind: `run(arguments, *given)` allocates what is to be made, of the names `made`, runs it, and returns a list
+    of what is `returned`, by names of what is made or given, and None; by default what is made. bind: gives what is run, of the tensors that lie
+    channels last. given: the names of what is there beside the arguments. number: of an argument, a number, behind the tensors. turning: gives what
+    turns a tensor like that one, to channels last or back, or None. `last`: does the first one lie channels last?"""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class Launch:
         given: Sequence[str] = (),
         number=None,
         turning: Callable[[Tensor, bool], Callable | None] | None = None,
+        returned: Sequence[str | None] | None = None,
     ):
         self.last = table[0].last
         none = [e for e in table if e.shape is not None and not math.prod(e.shape)]
@@ -53,52 +54,49 @@ class Launch:
         self.made = [*(e.name for e in new), *(e.name for e in none)]
         self.none = [arguments[0].new_empty(0, dtype=e.dtype) for e in none]
         self.like = [_without_memory(arguments[0], entry) for entry in new]
-        places = [*[None] * len(arguments), *given, *self.made]
-        of = [places.index(e.name) if e.argument is None else e.argument for e in table]
+        self.make = [*map(library.making, self.like)]
+        names, count = [*given, *self.made], len(arguments)
+        of = [count + names.index(e.name) if e.argument is None else e.argument for e in table]
         of += () if number is None else (number,)
         self.pick = itemgetter(*of, of[0])  # of two at least it gives a tuple
+        self.returned = [*(self.made if returned is None else returned)]
+        self.found = [None if name is None else names.index(name) for name in self.returned]
         self.converted = [
             (at, e, _reading(arguments[e.argument], e, turning))
             for at, e in enumerate(table)
             if e.argument is not None and not _is_ready(arguments[e.argument], e)
         ]
-        self.run = self._converting if self.converted else self._written_out(of, len(arguments), len(given))
+        self.run = self._converting if self.converted else self._written_out(of, count, len(given))
 
     def _written_out(self, of: Sequence[int], count: int, given: int) -> Callable:
         """`run` as code for these places: arguments, what is given, what is made. It takes a fifth less time than one that picks."""
         new = [f"m{i}" for i in range(len(self.like))]
-        names = {"_empty_like": torch.empty_like, "_bound": self.bound}
-        names |= {f"_like_{m}": like for m, like in zip(new, self.like)}
+        names = {"_bound": self.bound} | {f"_make_{m}": make for m, make in zip(new, self.make)}
         names |= {f"_none_{i}": t for i, t in enumerate(self.none)}
         own, made = [f"g{i}" for i in range(given)], [*new, *[f"_none_{i}" for i in range(len(self.none))]]
-        known = [*[f"arguments[{i}]" for i in range(count)], *own, *made]
-        lines = [f"    {m} = _empty_like(_like_{m})\n" for m in new]
-        lines += [f"    _bound({', '.join([known[i] for i in of])})\n    return [{', '.join(made)}]\n"]
+        there = [*own, *made]
+        known = [*[f"arguments[{i}]" for i in range(count)], *there]
+        found = ", ".join(["None" if i is None else there[i] for i in self.found])
+        lines = [f"    {m} = _make_{m}()\n" for m in new]
+        lines += [f"    _bound({', '.join([known[i] for i in of])})\n    return [{found}]\n"]
         exec(compiled(f"def run({', '.join(['arguments', *own])}):\n{''.join(lines)}"), names)
         return names["run"]
 
-    def _converting(self, arguments: Sequence, *given: Tensor) -> list[Tensor]:
-        made = [*map(torch.empty_like, self.like), *self.none]
-        *taken, _ = self.pick((*arguments, *given, *made))
+    def _converting(self, arguments: Sequence, *given: Tensor) -> list[Tensor | None]:
+        there = [*given, *[make() for make in self.make], *self.none]
+        *taken, _ = self.pick((*arguments, *there))
         for at, _, read in self.converted:
             taken[at] = read(taken[at])
         self.bound(*taken)
         for at, entry, _ in self.converted:
             if entry.written:
-                arguments[entry.argument].copy_(taken[at])
-        return made
+                arguments[entry.argument].data.copy_(taken[at])  # as launches that tell autograd nothing
+        return [None if i is None else there[i] for i in self.found]
 
 
 def new_of(table: Sequence[Entry], own: str = "") -> int:
     """How many of the first are made anew at each call, or are `own`."""
     return next((i for i, e in enumerate(table) if e.shape is None and e.name != own), len(table))
-
-
-def picking(places: Sequence[int]) -> Callable:
-    """Gives of a list the items at those places, as a list or tuple."""
-    if [*places] == [*range(places[0], places[0] + len(places))]:
-        return itemgetter(slice(places[0], places[0] + len(places)))
-    return itemgetter(*places)
 
 
 def _without_memory(x: Tensor, entry: Entry) -> Tensor:

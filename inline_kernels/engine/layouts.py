@@ -142,10 +142,10 @@ class Turns:
         are_last = one.last[0], other.last[0], one.last[1], other.last[1]
         last = [i for i, is_last in enumerate(are_last) if is_last]
         launch = self._launch("transpose_both", (*one.numbers, *other.numbers, rounds), last)
-        empty_like = torch.empty_like
+        make, make_other = library.making(one.like), library.making(other.like)
 
         def turned(t: Tensor, other_t: Tensor) -> tuple[Tensor, Tensor]:
-            out, other_out = empty_like(one.like), empty_like(other.like)
+            out, other_out = make(), make_other()
             launch(out, other_out, one.source(t), other.source(other_t))
             return out, other_out
 
@@ -173,6 +173,10 @@ class Turning(NamedTuple):
             return None
         turn = _Turn.of(like, to_last)
         return cls(turn, rounds) if rounds or turn.moves else None
+
+    def comes(self, t: Tensor) -> bool:
+        """Does it lie as what is turned does?"""
+        return t.is_contiguous(memory_format=self.turn.layout)
 
     def back(self) -> Turning | None:
         """Of what lies so into planes."""
@@ -229,14 +233,14 @@ def turning_all(turnings: Sequence[Turning | None]) -> dict[int, Callable[[Seque
 
 
 def _job(kernels, some: Sequence[int], turns: Sequence[_Turn], rounds: bool) -> Callable:
-    count, empty_like = len(some), torch.empty_like
+    count, makes = len(some), [library.making(turn.like) for turn in turns]
     numbers = [number for turn in turns for number in turn.numbers]
     last = [i + k * count for k in (0, 1) for i, turn in enumerate(turns) if turn.last[k]]
     bind = getattr(kernels, f"turn_{count}").bound
     launch = bind(*numbers, rounds, trusting=True, new=count, last=last)
 
     def run(tensors: Sequence[Tensor], found: list) -> None:
-        made = [empty_like(turn.like) for turn in turns]
+        made = [make() for make in makes]
         launch(*made, *[turn.source(tensors[i]) for i, turn in zip(some, turns)])
         for i, t in zip(some, made):
             found[i] = t
@@ -257,10 +261,10 @@ class Operands:
 
 
 def _by(launch: Callable, like: Tensor, source: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    empty_like = torch.empty_like
+    make = library.making(like)
 
     def turned(t: Tensor) -> Tensor:
-        out = empty_like(like)
+        out = make()
         launch(out, source(t))
         return out
 
@@ -290,26 +294,26 @@ def image_of(plan, x: Tensor, layout: int) -> Callable[[Tensor], Tensor]:
 
 def convolving(plan, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], Turning | None]:
     """What gives v of an x and a weight like these, as forward's passes read it: channels last where `plan.last` or `plan.layout`. And how it
-    turns the filters; it takes turned ones as its third argument."""
+    turns the filters; it takes turned ones, or None, as its third argument."""
     if plan.own:
         return plan.own, None
     how, image = plan.convolution, image_of(plan, x, plan.runs)
     if not plan.runs:
         if how.is_nothing:
-            return lambda x, weight: library.aligned(library.convolve(how, x, weight)), None
+            return lambda x, weight, _: library.aligned(library.convolve(how, x, weight)), None
         behind = plan.turns.channels_last(_like_v(plan, x), False) if plan.last else itself
-        return lambda x, weight: behind(library.convolve(how, image(x), weight)), None
+        return lambda x, weight, _: behind(library.convolve(how, image(x), weight)), None
     how, operands = operands_of(plan, x, weight, plan.runs)
     if not (plan.last or plan.layout):
         in_planes = plan.turns.planes(_like_v(plan, x))
 
-        def run(x: Tensor, weight: Tensor, turned: Tensor | None = None) -> Tensor:
+        def run(x: Tensor, weight: Tensor, turned: Tensor | None) -> Tensor:
             return in_planes(library.convolve(how, image(x), weight, operands, turned))
 
         return run, operands.filters
     layout = library.channels_last(x)
 
-    def last(x: Tensor, weight: Tensor, turned: Tensor | None = None) -> Tensor:
+    def last(x: Tensor, weight: Tensor, turned: Tensor | None) -> Tensor:
         v = library.convolve(how, image(x), weight, operands, turned)
         return library.aligned(v, layout) if v is x else v.contiguous(memory_format=layout)
 
@@ -320,16 +324,20 @@ def differentiating(
     plan, x: Tensor, weight: Tensor, wanted: Sequence[bool], layout: int, turned: bool
 ) -> tuple[Callable[..., tuple[Tensor | None, Tensor | None]], Turning | None]:
     """What gives of dz, x and the weight the gradients of x and the weight that are wanted, by the library in that layout; and how it turns the
-    filters. Given turned ones as its fourth argument it leaves the weight's gradient as the library gives it. turned: does dz come channels last?"""
+    filters. Given turned ones as its fourth argument, not None, it leaves the weight's gradient as the library gives it. turned: does dz come channels last?"""
     how, image = plan.convolution, image_of(plan, x, layout) if wanted[1] else _standing(plan, x, layout)
     in_planes = not plan.last or between.rounds(plan.segment, x) and not how.is_nothing
     if layout == PLANES and in_planes:
         of_dz = plan.turns.planes(_like_v(plan, x)) if turned else itself
-        return lambda dz, x, weight: library.convolve_backward(how, of_dz(dz), image(x), weight, wanted), None
+
+        def in_planes_alone(dz: Tensor, x: Tensor, weight: Tensor, _: None) -> tuple:
+            return library.convolve_backward(how, of_dz(dz), image(x), weight, wanted)
+
+        return in_planes_alone, None
     how, operands = operands_of(plan, x, weight, layout or plan.runs, wanted[1])
     of_dz, results = _of_gradient(plan, x, layout, turned), _results(plan, how, x, weight)
 
-    def run(dz: Tensor, x: Tensor, weight: Tensor, turned: Tensor | None = None) -> tuple:
+    def run(dz: Tensor, x: Tensor, weight: Tensor, turned: Tensor | None) -> tuple:
         found = library.convolve_backward(how, of_dz(dz), image(x), weight, wanted, operands, turned)
         return results(*found, turned is not None)
 
@@ -343,8 +351,8 @@ def _standing(plan, x: Tensor, layout: int) -> Callable[[Tensor], Tensor]:
 
 
 def _standing_in(x: Tensor, layout: torch.memory_format) -> Callable[[Tensor], Tensor]:
-    like = library.without_memory(x, x.shape, x.dtype, layout)
-    return lambda x: torch.empty_like(like)
+    make = library.making(library.without_memory(x, x.shape, x.dtype, layout))
+    return lambda x: make()
 
 
 def _of_gradient(plan, x: Tensor, layout: int, turned: bool) -> Callable[[Tensor], Tensor]:

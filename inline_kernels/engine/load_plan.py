@@ -40,10 +40,11 @@ class Plan:
     convolve: Callable | None = None  # gives v of x and the weight, as forward's passes read it
     filters: layouts.Turning | None = None  # how it turns the latter first, which a chain does for it
     own: Callable | None = None  # the same, contiguous, in the library's place
-    # Gives what forward does, of the arguments, in the place of all that (inside.py, stored.py).
+    # Gives what forward does, of the arguments and the turned filters, or None, in the place of all that (inside.py, sinks.py; pieces, strips).
     instead: Callable | None = None
-    # Gives backward's launch of arguments, the names of what it is given, and shapes, where its passes form v again (again.py).
-    again: Callable[[Sequence, Sequence[str], Mapping], Launch] | None = None
+    # Gives backward's launch of arguments, the names of what it is given, shapes, and the names of what it returns, where its passes form v again
+    # (again.py).
+    again: Callable[[Sequence, Sequence[str], Mapping, Sequence], Launch] | None = None
     layout: int = 0  # of what forward's passes turn, or backward's (`Program.turns`): kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     last: bool = False  # are all arrays of positions and channels channels last? Then so is y
@@ -51,10 +52,8 @@ class Plan:
     launch: Launch | None = None
     in_place: bool = False
     without_dz: bool = False  # does backward's pass for the gradient of v alone not run?
-    results: Callable | None = None  # gives what forward returns, of what launch is given and makes
-    # By what is asked for, and the library's settings, which may be others than forward's (schedule.Back); those of the last one.
+    # By what is asked for, and the library's settings, which may be others than forward's (schedule.Back).
     backward: dict[tuple, object] = field(default_factory=dict)
-    settings: object = None
     turned: tuple | None = None  # of `_input_gradient`: the size of dx, and what is launched
     pieces: Sequence[
         tuple[int, int, Plan]
@@ -69,19 +68,24 @@ class Plan:
         return cls(case.segment, composed, sizes, *dtypes, case.saving, case.device)
 
     @functools.cached_property
+    def weight_at(self) -> int:
+        """The filters' place among the arguments."""
+        return len(self.segment.inputs)
+
+    @functools.cached_property
     def turns(self) -> layouts.Turns:
         return layouts.Turns(self.kernels)
 
     @functools.cached_property
-    def given_lie(self) -> list[torch.memory_format]:
-        """dy, and what forward saves."""
+    def given_lie(self) -> Sequence[tuple[int, torch.memory_format]]:
+        """dy, and what forward saves, counted."""
         last = library.CHANNELS_LAST[2 + self.segment.graph.dimensions]
         of_y = _has_channels(self.segment.outputs[0].space)
         are_last = [
             bool(self.turns_y) or self.last and of_y,
             *[self.last and a.name == "v" for a in self.composed.saved],
         ]
-        return [last if each else torch.contiguous_format for each in are_last]
+        return [*enumerate([last if each else torch.contiguous_format for each in are_last])]
 
     @functools.cached_property
     def shape(self) -> list[int]:
@@ -270,9 +274,10 @@ def launch_of(
     given: Sequence[str] = (),
     shapes: Mapping = {},
     trusting: bool = False,
+    returned: Sequence[str | None] | None = None,
 ) -> Launch:
     """given: what is there by name. shapes: of what isn't of its own. trusting: as in loader/launch.py; what backward is given may have been
-    in others' hands."""
+    in others' hands. returned: as a Launch has it."""
     at = places(plan.segment)
     made, table = {*program.arrays.values()}, []
     for array in source.parameters(program, names):
@@ -290,7 +295,7 @@ def launch_of(
     def turning(like: Tensor, last: bool) -> Callable | None:
         return plan.turns.lying(like, last) if like.dtype == plan.value_dtype else None
 
-    return Launch(bind, table, arguments, given, number, turning)
+    return Launch(bind, table, arguments, given, number, turning, returned)
 
 
 def entry_of(plan: Plan, array: Array, place: int | None) -> Entry:

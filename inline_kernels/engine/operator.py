@@ -140,7 +140,8 @@ def operator_of(
 
 
 class SegmentOperator:
-    """`operator` is loader_operators'; `arguments` the NamedTuple's class; `names` are those of the segment that it was made of."""
+    """`operator` is loader_operators'; `arguments` the NamedTuple's class; `names` are those of the segment that it was made of. is_told: its schedule's
+    backward takes what a chain knows, too."""
 
     def __init__(self, segment, modules, others, exact_order: bool, name: str, schedule: object):
         self.segment, self.exact_order, self.names = segment, exact_order, Names(segment)
@@ -152,12 +153,15 @@ class SegmentOperator:
         kinds |= {fields[name]: float for name in self.names.numbers} | {"dtype": int}
         self.arguments = NamedTuple("Arguments", [*kinds.items()])
         self._fields, self.count = [*fields.values()], len(self.names.tensors)
+        self.is_told = hasattr(schedule, "spends")
         self._failed: dict[tuple, str] = {}  # for what its kernels can't be built, and why
         self.reference = Reference(self, segment, modules, others)
 
         def forward(a, *, plan, saving, turned=None):
-            given = (plan.inner, a) if turned is None else (plan.inner, a, turned)
-            found, layout = schedule.forward(*given), plan.layout
+            found = (
+                schedule.forward(plan.inner, a) if turned is None else schedule.forward(plan.inner, a, turned)
+            )
+            layout = plan.layout
             if not layout.is_there:
                 found = [layout.laid_out(found[0]), *found[1:]]
             return found if saving else found[:1]
@@ -227,7 +231,7 @@ class SegmentOperator:
         inner = self.schedule.plan(case)
         dx_format = library.result_format(a[0], a[self.inputs], True)
         layout = Layout(like, case.last and _gives_last(inner))
-        spends = saving and hasattr(self.schedule, "spends") and self.schedule.spends(inner)
+        spends = self.schedule.spends(inner) if saving and self.is_told else ()
         return SimpleNamespace(inner=inner, layout=layout, dx_format=dx_format, spends=spends)
 
     def backward(
@@ -239,14 +243,14 @@ class SegmentOperator:
         needs: Sequence[bool],
         turned: Tensor | None = None,
         spent: bool = False,
+        settings: object = None,
     ) -> list:
-        """turned: the filters, as schedule.turns_filters says; where it is given, their gradient lies as those do. spent: nobody else has what was
-        saved, or will ask for it."""
+        """turned: the filters, as schedule.turns_filters says; where it is given, their gradient lies as those do. spent: nobody else has what
+        `plan.spends` of what was saved, or will ask for it. settings: as schedule.backward has them."""
         x, weight = a[0], a[self.inputs]
         if x.data_ptr() < LOW or weight.data_ptr() < LOW:
             check_memory(x, weight)  # what copies and convolves reads without a look
-        given = (dy, a, saved, needs)
-        given += (turned, spent) if turned is not None or spent else ()
+        given = (dy, a, saved, needs, turned, spent, settings) if self.is_told else (dy, a, saved, needs)
         if _is_any_autocast_enabled():  # forward chose the dtypes; a region around backward may not
             with torch.autocast(dy.device.type, enabled=False):
                 found = self.schedule.backward(plan.inner, *given)

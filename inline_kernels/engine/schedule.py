@@ -11,8 +11,9 @@ here is who runs.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from inline_kernels.loader.operators import precision
 from . import between, depthwise, gradients, inside, layouts, naming, source, strips
 from .cases import CTYPES, Case
 from .graph import ELEMENTS
-from .launching import Launch, picking
+from .launching import Launch
 from .layouts import FOR_TF32, PLANES, TURNED, UNITS
 from .load_plan import (
     Plan,
@@ -78,6 +79,10 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
     found.convolve, found.filters = layouts.convolving(found, case.x, case.weight)
     if edited is None and own is None and inside.runs(case):
         found.instead = inside.planned(found, case)
+    elif found.pieces:
+        found.instead = functools.partial(_forward_in_pieces, found)
+    elif "forward" in found.strips:
+        found.instead = functools.partial(_forward_in_strips, found)
     return found
 
 
@@ -125,11 +130,9 @@ def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
         kept = keeps_v or source.keeps_v(composed.forward)
         of_v = shape_of(plan, composed.forward, Array("v", "value", ELEMENTS))
         shapes["v"] = (divided.samples, *of_v[1:]) if kept else (0,)
-    plan.launch = launch_of(
-        plan, plan.kernels.forward, composed.forward, composed.forward_names, arguments, given, shapes, True
-    )
-    names = [*given, *plan.launch.made]
-    plan.results = picking([names.index(name) for name in ("y", *[array.name for array in composed.saved])])
+    names, returned = composed.forward_names, ("y", *[array.name for array in composed.saved])
+    launcher = plan.kernels.forward
+    plan.launch = launch_of(plan, launcher, composed.forward, names, arguments, given, shapes, True, returned)
 
 
 def _divide(plan: Plan, arguments: Sequence) -> None:
@@ -199,40 +202,36 @@ def forward(plan: Plan, arguments: Sequence, turned: Tensor | None = None) -> Se
     """y, and what backward needs. turned: the filters as `plan.filters` turns them."""
     if plan.instead:
         return plan.instead(arguments, turned)
-    if plan.pieces:
-        return [_forward_in_pieces(plan, arguments)]
-    x, weight = arguments[0], arguments[len(plan.segment.inputs)]
-    if divided := plan.strips.get("forward"):
-        given = divided.image.of(x), weight.contiguous()
-    else:
-        v = plan.convolve(x, weight) if turned is None else plan.convolve(x, weight, turned)
-        given = (v, v) if plan.in_place else (v,)
-    return plan.results([*given, *plan.launch.run(arguments, *given)])
+    v = plan.convolve(arguments[0], arguments[plan.weight_at], turned)
+    return plan.launch.run(arguments, v, v) if plan.in_place else plan.launch.run(arguments, v)
 
 
-def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
+def _forward_in_strips(plan: Plan, arguments: Sequence, _: None) -> list[Tensor]:
+    image, weight = plan.strips["forward"].image.of(arguments[0]), arguments[plan.weight_at]
+    return plan.launch.run(arguments, image, weight.contiguous())
+
+
+def _forward_in_pieces(plan: Plan, arguments: Sequence, _: None) -> list[Tensor]:
     y = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
     for first, last, piece in plan.pieces:
         some = _of_samples(plan, arguments, first, last)
         piece.launch.run(
-            some, library.convolve(plan.convolution, some[0], some[len(plan.segment.inputs)]), y[first:last]
+            some, library.convolve(plan.convolution, some[0], some[plan.weight_at]), y[first:last]
         )
-    return y
+    return [y]
 
 
 class Back(NamedTuple):
-    """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
-    the convolution's), those that are `converted` then; dz, but where it is written over what launch is given (its place: `over`);
-    dweight, where it is our own; passes. `library` gives of dz, x and the weight
+    """Backward for what is asked for. launch returns the gradients of `count` inputs and parameters (None: there is none, or it is
+    the convolution's), of which some are `converted` then; and behind them dz or None, dweight or None, where it is our own, and `passes`, if there
+    are any. over: dz is written over what launch is given. `library` gives of dz, x and the weight
     the gradients of the latter, None where it isn't asked, and turns the `filters` first; `ours` those that the library isn't asked
     for, and None; input_gradient: so does, of x, a launcher of the source."""
 
     launch: Launch | None
-    gradients: Sequence[int | None]
+    count: int
     converted: Sequence[tuple[int, torch.Size, torch.dtype]] = ()
-    dz: int | None = None
-    dweight: int | None = None
-    passes: int | None = None
+    passes: bool = False
     library: Callable | None = None
     filters: layouts.Turning | None = None
     ours: Callable | None = None
@@ -250,71 +249,77 @@ def backward(
     needs: Sequence[bool],
     turned: Tensor | None = None,
     spent: bool = False,
+    settings: object = None,
 ) -> list[Tensor | None]:
-    """The gradients of inputs, parameters and buffers (None), contiguous but for that of x. turned: the filters as `Back.filters` turns them; their
-    gradient then lies as those do. spent: nobody needs what was saved any more, so that its memory is used, or freed."""
-    weight_at = len(plan.segment.inputs)
-    x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
-    plan.settings = precision(x)
-    back, made, passes, dz = _back(plan, *asked, True, arguments, spent), (), 1, None
-    if back.launch:
-        # A user's hooks may give what was saved back in other strides; the library takes its operands as they come.
-        given = [_lying(t, layout) for t, layout in zip((dy, *saved), plan.given_lie)]
-        if back.passes is not None:
-            given.append(plan.strips["backward"].image.of(x))
-        if back.over is not None:
-            given.append(dz := given[back.over])
-        made = back.launch.run(arguments, *given)
-        passes = 1 if back.passes is None else made[back.passes].item()
-        if passes & 2:  # the library says what is infinite
-            back = _back(plan, *asked, False, arguments)
-            made = back.launch.run(arguments, *given)
-        for i in back.frees:
-            saved[i].untyped_storage().resize_(0)
-    found = [None if place is None else made[place] for place in back.gradients]
+    """The gradients of inputs, parameters and, if that, buffers (None), contiguous but for that of x. turned: the filters as `Back.filters` turns them;
+    their gradient then lies as those do. spent: nobody needs what was saved any more, so that its memory is used, or freed. settings: `precision`,
+    for who knows it."""
+    x, weight, dx, dw = arguments[0], arguments[plan.weight_at], needs[0], needs[plan.weight_at]
+    settings = precision(x) if settings is None else settings
+    back = _back(plan, dx, dw, True, arguments, spent, settings)
+    if not back.launch:
+        return [None] * back.count
+    # A user's hooks may give what was saved back in other strides; the library takes its operands as they come.
+    given = [dy, *saved]
+    for i, layout in plan.given_lie:
+        if (t := given[i]).data_ptr() % 16 or not t.is_contiguous(memory_format=layout):
+            given[i] = library.aligned(t, layout)
+    if back.passes:
+        given.append(plan.strips["backward"].image.of(x))
+    if back.over is not None:
+        given.append(given[back.over])
+    found = back.launch.run(arguments, *given)
+    passes = found.pop().item() if back.passes else 1
+    if passes & 2:  # the library says what is infinite
+        back = _back(plan, dx, dw, False, arguments, False, settings)
+        *found, _ = back.launch.run(arguments, *given)
+    for i in back.frees:
+        saved[i].untyped_storage().resize_(0)
+    dweight, dz = found.pop(), found.pop()
     for i, shape, dtype in back.converted:
         found[i] = found[i].view(shape).to(dtype)
     if not passes:
-        found[0], found[weight_at] = (
-            t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
-        )
-    elif dz is not None or back.dz is not None:
-        dz = made[back.dz] if dz is None else dz
+        dz, found[0] = None, x.new_zeros(x.shape) if dx else None
+        dweight = weight.new_zeros(weight.shape) if dw else None
+    if dz is not None:
         if back.library:
-            given = (dz, x, weight) if turned is None else (dz, x, weight, turned)
-            found[0], found[weight_at] = back.library(*given)
+            found[0], found[plan.weight_at] = back.library(dz, x, weight, turned)
         if back.ours:
-            for i, own in zip((0, weight_at), back.ours(dz, x, weight)):
+            for i, own in zip((0, plan.weight_at), back.ours(dz, x, weight)):
                 found[i] = own if own is not None else found[i]
         if back.input_gradient:
             found[0] = _input_gradient(plan, dz, weight)
-        if back.dweight is not None:
-            found[weight_at] = made[back.dweight]
-    return found + [None] * len(plan.segment.buffers)
+    if dweight is not None:
+        found[plan.weight_at] = dweight
+    return found
 
 
-def _lying(t: Tensor, layout: torch.memory_format) -> Tensor:
-    return library.aligned(t, layout) if t.data_ptr() % 16 or not t.is_contiguous(memory_format=layout) else t
-
-
-def turns_filters(plan: Plan, needs: Sequence[bool]) -> tuple[layouts.Turning | None, bool]:
+def turns_filters(plan: Plan, needs: Sequence[bool], settings: object) -> tuple[layouts.Turning | None, bool]:
     """How backward for that turns the filters, once it has run; and does their gradient then lie as they do?"""
-    asked = needs[0], needs[len(plan.segment.inputs)], True, plan.settings
+    asked = needs[0], needs[plan.weight_at], True, settings
     back = plan.backward.get((*asked, False)) or plan.backward.get((*asked, True))
     return (back.filters, back.librarys_weight) if back else (None, False)
 
 
-def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence, spent: bool = False) -> Back:
+def _back(
+    plan: Plan,
+    dx: bool,
+    dw: bool,
+    own: bool,
+    arguments: Sequence,
+    spent: bool = False,
+    settings: object = None,
+) -> Back:
     """own: the filters' gradient may be one of our own. spent: dz may be written over v."""
-    key = dx, dw, own, plan.settings, spent
+    key = dx, dw, own, settings, spent
     if (found := plan.backward.get(key)) is None:
         found = plan.backward[key] = _planned_back(plan, dx, dw, own, arguments, spent)
     return found
 
 
-def spends(plan: Plan) -> bool:
-    """Does what forward saved take memory that backward would rather use, or free? Strips may read it twice."""
-    return any(array.space.level for array in plan.composed.saved) and not plan.strips
+def spends(plan: Plan) -> Sequence[int]:
+    """Places, in what forward saved, of what takes memory that backward would rather use, or free. Strips may read it twice."""
+    return () if plan.strips else [i for i, a in enumerate(plan.composed.saved) if a.space.level]
 
 
 def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence, spent: bool) -> Back:
@@ -335,7 +340,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         layout = FOR_TF32 if between.differentiates_last(segment, x, weight) else PLANES
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
-        return Back(None, [None] * (len(segment.inputs) + len(segment.parameters)))
+        return Back(None, plan.weight_at + len(segment.parameters))
     own, given, shapes = bool(own and dw and divided), ["dy", *[array.name for array in composed.saved]], {}
     names, converted = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters], []
     for i, (root, t) in enumerate(zip(map(roots.get, names), arguments)):
@@ -356,25 +361,19 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         over and [root.name for root in roots.values() if root].count("dz") == 1
     )  # else it is an input's gradient, too
     given += ["dz"] * bool(over)
-    if plan.again:
-        launch = plan.again(arguments, given, shapes)
-    else:
-        launch = launch_of(
-            side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
-        )
+    found = [root and root.name for root in map(roots.get, names)]
+    has_dz, passes = roots["z"] and not without_dz, ["passes"] * bool(divided)
+    returned = *found, "dz" if has_dz else None, "dweight" if own else None, *passes
+    launch = _launch_back(side, arguments, given, shapes, returned)
     given_by_library, filters = None, None
     last = side.last or side.layout in (TURNED, FOR_TF32) and program.turns == "dz"
     if any(of_library):
         given_by_library, filters = layouts.differentiating(plan, x, weight, of_library, layout, last)
-    place = {name: i for i, name in enumerate(launch.made)}
-    found = [place[root.name] if root else None for root in map(roots.get, names)]
     return Back(
         launch,
-        found,
+        len(found),
         converted,
-        place["dz"] if roots["z"] and not without_dz and not over else None,
-        place["dweight"] if own else None,
-        place.get("passes"),
+        bool(passes),
         given_by_library,
         filters,
         gradients.planned(ways, segment, x, weight, last) if any(ways) else None,
@@ -383,6 +382,17 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         [i for i, a in enumerate(composed.saved) if a.space.level and not (over and a.name == "v")] * spent,
         of_library[1],
     )
+
+
+def _launch_back(
+    plan: Plan, arguments: Sequence, given: Sequence[str], shapes: Mapping, returned: Sequence
+) -> Launch:
+    """Of backward's passes; given, shapes and returned: as `launch_of` has them."""
+    if plan.again:
+        return plan.again(arguments, given, shapes, returned)
+    kernel, composed = plan.kernels.backward, plan.composed
+    own = composed.backward, composed.backward_names
+    return launch_of(plan, kernel, *own, arguments, given, shapes, returned=returned)
 
 
 def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
@@ -408,7 +418,7 @@ def saved(case: Case) -> list[tuple[list[int], torch.dtype, torch.memory_format]
     if any(a.parts is not None for a in arrays):
         _divide(found, case.arguments)
     shapes = [shape_of(found, found.composed.forward, a) for a in arrays]
-    return [*zip(shapes, [dtype_of(found, a) for a in arrays], found.given_lie[1:])]
+    return [*zip(shapes, [dtype_of(found, a) for a in arrays], [lies for _, lies in found.given_lie[1:]])]
 
 
 def describe(case: Case, own: str | None = None, done: int | None = None) -> str:

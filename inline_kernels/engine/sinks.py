@@ -41,7 +41,7 @@ from . import (
 from .algebra import reordered, statistics_of_v
 from .cases import Case
 from .graph import ELEMENTS
-from .launching import Entry, Launch, new_of, picking
+from .launching import Entry, Launch, new_of
 from .mainloops import Job, local
 from .passes import Array, Key, Planes, Program, Root, Small, Unsupported
 from .sink_text import Pass, Sink
@@ -541,9 +541,10 @@ def launch_of(
     entry: Callable[[Array, int | None], Entry],
     request: Mapping | None = None,
     given: Sequence[str] = (),
+    returned: Sequence[str | None] | None = None,
 ) -> Launch:
     """entry: of a result, and the number of the argument that it is written over, or None; or of what is incoming. request: in place of `build`'s;
-    given: the names of what is incoming, as the launch is given it: that may have been in others' hands."""
+    given: the names of what is incoming, as the launch is given it: that may have been in others' hands. returned: as a Launch has it."""
     segment, arguments = case.segment, case.arguments
     kernels = inline_loader.load(**(request or build(mainloop, found, case)))
     x, weight_at, at = case.x, len(segment.inputs), cases.places(segment)
@@ -558,18 +559,24 @@ def launch_of(
     numbers = [float(values[name]) for name in found.numbers]
     launcher = kernels.backward if given else kernels.forward
     bind = functools.partial(launcher.bound, *numbers, trusting=not given, new=new_of(table))
-    return Launch(bind, table, arguments, given, number=at["seed"] + 1 if found.random else None)
+    number = at["seed"] + 1 if found.random else None
+    return Launch(bind, table, arguments, given, number, returned=returned)
 
 
 def plan_saving(case: Case, mainloop, found: Composed) -> load_plan.Plan:
     """load's, whose forward that launcher stands for."""
     plan = schedule.plan(case, own=lambda *_: None)  # which is not called
-    launch = launch_of(case, mainloop, found, lambda array, place: load_plan.entry_of(plan, array, place))
-    pick = picking(
-        [launch.made.index(name) for name in ("y", *[array.name for array in plan.composed.saved])]
-    )
-    plan.instead = lambda arguments, _: pick(launch.run(arguments))
+    set_forward(plan, case, mainloop, found)
     return plan
+
+
+def set_forward(
+    plan: load_plan.Plan, case: Case, mainloop, found: Composed, request: Mapping | None = None
+) -> None:
+    """That launcher gives y and what is saved. request: as `launch_of` has it."""
+    entry, returned = functools.partial(load_plan.entry_of, plan), [a.name for a in plan.composed.saved]
+    launch = launch_of(case, mainloop, found, entry, request, returned=("y", *returned))
+    plan.instead = lambda arguments, _: launch.run(arguments)
 
 
 def forward(plan: Launch | load_plan.Plan, arguments: Sequence) -> list[Tensor]:

@@ -96,4 +96,4 @@ def plan(case: Case) -> load_plan.Plan:
         return sinks.plan_saving(behind, *beside)
     by = convolving(case)
     own = by.plan(alone(case))
-    return schedule.plan(behind, own=lambda x, weight: by.forward(own, (x, weight))[0])
+    return schedule.plan(behind, own=lambda x, weight, _: by.forward(own, (x, weight))[0])

@@ -191,19 +191,19 @@ def _bound(
     call: Callable, *numbers, trusting: bool = False, new: int = 0, last: Sequence[int] = ()
 ) -> Callable:
     """What `Operators` says of `bound`. Raises TypeError where a tensor comes after a number, or is among the numbers. trusting: the caller knows
-    that all calls' tensors are like the first's, that none requires a gradient, and that nobody has seen those that are written. new: the
-    same of so many, the first; there are others behind them. last: of the tensors, those (N, C, …) that lie channels last, where the
+    that all calls' tensors are like the first's, that none requires a gradient, and that autograd isn't to be told of what is written. new: nobody
+    has seen so many, the first; there are others behind them. last: of the tensors, those (N, C, …) that lie channels last, where the
     launcher has an array (N, …, C)."""
     # Of the launcher as `read` finds it: once, and again after an edited cell.
     launched = launch = again = None
-    count, split, formats, sized = 0, 0, [], False
+    count, split, formats, sized, untold = 0, 0, [], False, []
     # Of the call before: are tensors, but for the new ones, like its own? does one of those require a gradient? a Bound (kernels/host/bound.h),
     # in which launches write.
     nothing = (lambda *tensors: False), False, b""
     known = [nothing]
 
     def read() -> None:
-        nonlocal launched, launch, again, count, split, formats, sized
+        nonlocal launched, launch, again, count, split, formats, sized, untold
         launcher, *_ = call.launched
         kinds = ["Q" if p.tensor else _FORMATS[p.ctype] for p in launcher.parameters]
         tensors, sized = kinds.count("Q"), any(p.sized for p in launcher.parameters)
@@ -214,9 +214,8 @@ def _bound(
         launched, launch = call.launched, call.launched[1]
         formats, count, split = kinds, tensors, len(kinds) - len(numbers)
         first = [f"a{i}" for i in range(split)]
-        written = [
-            f"{a}, " for i, (a, p) in enumerate(zip(first, launcher.parameters)) if p.written and i >= new
-        ]
+        seen = [i for i, p in enumerate(launcher.parameters[:split]) if p.written and i >= new]
+        written, untold = ([], seen) if trusting else ([f"{first[i]}, " for i in seen], [])
         text = (TRUSTED if trusting else AGAIN) + LAUNCHED + INCREMENTS * bool(written)
         code = compiled(text.format(
             all=", ".join(first), others=", ".join(first[new:count]), written="".join(written),
@@ -231,6 +230,8 @@ def _bound(
 
     def check(*first) -> None:
         arrays = [a.movedim(1, -1) if i in last else a for i, a in enumerate(first)]
+        for i in untold:  # the operator tells
+            arrays[i] = arrays[i].data
         call(*arrays, *numbers)
         if launched is not call.launched:
             read()

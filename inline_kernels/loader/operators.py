@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 from typing import NewType, get_type_hints
 
@@ -339,19 +339,20 @@ def _backward_of(backward: Callable, plans: bool, together: bool) -> Callable:
     return called
 
 
-def are_nobody_elses(tensors: list[Tensor], first: int, end: int) -> bool:
+def are_nobody_elses(tensors: list[Tensor], places: Iterable[int]) -> bool:
     """Does nothing but that list hold these of its tensors, or their memory? A graph that is retained holds them, a user who has read them, or
     hooks that kept them."""
-    for i in range(first, end):
+    for i in places:
         t = tensors[i]
-        if getrefcount(t) != _alone or _holders(t) != _own or not t.untyped_storage().resizable():
+        if getrefcount(t) != _alone or _holders(t) != _own:
             return False
     return True
 
 
-def _holders(t: Tensor) -> tuple[int, int]:
-    """Of what is behind the Python object, and of its storage."""
-    return t._use_count(), _storage_uses(t.untyped_storage()._cdata)
+def _holders(t: Tensor) -> tuple[int, int, bool]:
+    """Of what is behind the Python object, and of its storage; may that be resized?"""
+    storage = t.untyped_storage()
+    return t._use_count(), _storage_uses(storage._cdata), storage.resizable()
 
 
 # References to an object in a list that such a loop looks at, and holders of a tensor that nobody else has: versions of Python and PyTorch differ.
@@ -427,9 +428,9 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
             found = operator.backward_registered(dy, arguments, given[count:], needs)
         elif plan is None:
             found = operator.backward(dy, arguments, given[count:], needs)
-        elif spends and getattr(plan, "spends", False):
+        elif spends and getattr(plan, "spends", ()):
             ctx.maybe_clear_saved_tensors()
-            spent = are_nobody_elses(given, count, len(given))
+            spent = are_nobody_elses(given, [count + i for i in plan.spends])
             found = back(dy, arguments_of(arguments), *given[count:], plan=plan, needs=needs, spent=spent)
         else:
             found = back(dy, arguments_of(arguments), *given[count:], plan=plan, needs=needs)
