@@ -40,6 +40,21 @@ template <int sign, class T> struct Extreme {
   }
 };
 
+// The value alone.
+template <int sign, class T> struct ExtremeValue {
+  T value = T{} - sign * std::numeric_limits<math::Element<T>>::infinity();
+  auto take(const T& x, int64_t) { return set(x); }
+  auto take_last(const T& x, int64_t) { return set(x); }
+  template <class Mask> auto take_last(const T& x, int64_t, const Mask& inside) { return set(x, inside); }
+
+ private:
+  template <class... Inside> auto set(const T& x, const Inside&... inside) {
+    const auto better = (((sign > 0 ? x > value : x < value) | (x != x)) & ... & inside);
+    value = better ? x : value;
+    return better;
+  }
+};
+
 // Sums know of a point how many of its lanes count.
 struct Counted {
   const int& lanes;
@@ -194,6 +209,11 @@ struct Plane_ {
   int64_t step, n, c, C;
   int64_t first() const { return (n * C + c) * extent.positions(); }
   const value_t* convolved() const { return values + c * step; }
+  // To be replaced by what is computed of it, where it is a strip's own, and no longer asked for.
+  template <class X> value_t* spent(const X&) const {
+    static_assert(std::is_same_v<value_t, math::Element<X>>, "what is computed would be rounded");
+    return const_cast<value_t*>(convolved());
+  }
   Plane_ channel(int64_t of, int64_t channels) const { return {extent, values, step, n, of, channels}; }
 };
 
@@ -201,6 +221,8 @@ struct Plane_ {
 struct Lanes_ : Plane_ {
   Extreme<1, Lanes> largest() const { return {}; }
   Extreme<-1, Lanes> smallest() const { return {}; }
+  ExtremeValue<1, Lanes> largest_value() const { return {}; }
+  ExtremeValue<-1, Lanes> smallest_value() const { return {}; }
   Lanes zero() const { return Lanes{}; }
   template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
     return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
@@ -438,6 +460,11 @@ template <bool kWhole> struct Row : Lanes_ {
   template <class E> Computed<E> read(const E* from) const { return loaded(from + offset()); }
   template <class E> Computed<E> shared(const E* from) const { return loaded(from + n * extent.positions() + position); }
   Lanes v() const { return loaded(convolved() + position); }
+  template <class X> void replace_v(const X& x) const {
+    value_t all[kLanes];
+    store_lanes(all, x);
+    copy_few(spent(x) + position, all, kWhole ? kLanes : count);
+  }
   template <class E, class X> void write(E* to, const X& x) const {
     if constexpr (kWhole) {
       streams ? stream_lanes(to + offset(), x) : store_lanes(to + offset(), x);
@@ -519,6 +546,7 @@ struct Single : Plane_ {
   template <class E> One<E> read(const E* from) const { return One<E>(from[offset()]); }
   template <class E> One<E> shared(const E* from) const { return One<E>(from[n * extent.positions() + position]); }
   real v() const { return real(convolved()[position]); }
+  template <class X> void replace_v(X x) const { spent(x)[position] = value_t(x); }
   template <class E, class X> void write(E* to, const X& x) const { to[offset()] = E(x); }
   bool kept(const int64_t* seed, int64_t number, int which, double probability) const {
     return Dropout(seed, number, which, probability).keeps(offset());
@@ -565,6 +593,8 @@ struct Single : Plane_ {
   }
   Extreme<1, real> largest() const { return {}; }
   Extreme<-1, real> smallest() const { return {}; }
+  ExtremeValue<1, real> largest_value() const { return {}; }
+  ExtremeValue<-1, real> smallest_value() const { return {}; }
   real zero() const { return 0; }
   template <class F> real lazily(bool mask, const F& f) const { return mask ? f() : real(0); }
 };

@@ -126,6 +126,26 @@ class Convolver {
     return odd;
   }
 
+  // `count` of a row's 2·kLanes values, from `first` on, whose even and odd ones are apart: two vectors from either end, which may meet.
+  struct InRow {
+    int count;
+    Integers head, tail;
+    InRow(int first, int count) : count(count) {
+      const auto places = [](const Integers& at) { return at / 2 + at % 2 * kLanes; };
+      head = places(count_up() + first), tail = places(count_up() + first + (std::max(count, kLanes) - kLanes));
+    }
+    void store(value_t* to, const Lanes& even, const Lanes& odd) const {
+      if (count >= kLanes) {
+        store_lanes(to, shuffled(even, odd, head));
+        store_lanes(to + count - kLanes, shuffled(even, odd, tail));
+      } else {
+        value_t few[kLanes];
+        store_lanes(few, shuffled(even, odd, head));
+        copy_few(to, few, count);
+      }
+    }
+  };
+
   // Those of the chunk's tiles from `first` on.
   void write(value_t* out, int64_t step, const winograd::Outputs& outputs, int64_t height, const Runs& runs, int64_t first) const {
     using namespace winograd;
@@ -134,14 +154,10 @@ class Convolver {
       const int64_t from = std::max(first, run.at), until = std::min(first + kLanes, run.at + run.count);
       if (from >= until) continue;
       const int64_t column = 2 * (run.column + from - run.at), count = std::min(2 * (until - from), W - column);
+      const InRow in_row(2 * int(from - first), int(count));
       for (int i = 0; i < std::min<int64_t>(2, height - 2 * run.row); i++)
-        for (int k = 0; k < kAtOnce; k++) {
-          value_t values[2 * kLanes];
-          for (int j = 0; j < kLanes; j++)
-            for (int odd = 0; odd < 2; odd++) values[2 * j + odd] = value_t(outputs[i][odd][k][j]);
-          value_t* const to = out + k * step + (2 * run.row + i) * W + column;
-          copy_few(to, values + 2 * (from - first), count);
-        }
+        for (int k = 0; k < kAtOnce; k++)
+          in_row.store(out + k * step + (2 * run.row + i) * W + column, outputs[i][0][k], outputs[i][1][k]);
     }
   }
 
