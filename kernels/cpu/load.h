@@ -461,17 +461,13 @@ template <bool kWhole> struct Row : Lanes_ {
   template <class E> Computed<E> shared(const E* from) const { return loaded(from + n * extent.positions() + position); }
   Lanes v() const { return loaded(convolved() + position); }
   template <class X> void replace_v(const X& x) const {
-    value_t all[kLanes];
-    store_lanes(all, x);
-    copy_few(spent(x) + position, all, kWhole ? kLanes : count);
+    kWhole ? store_lanes(spent(x) + position, x) : store_few(spent(x) + position, x, count);
   }
   template <class E, class X> void write(E* to, const X& x) const {
     if constexpr (kWhole) {
       streams ? stream_lanes(to + offset(), x) : store_lanes(to + offset(), x);
     } else {
-      E all[kLanes];
-      store_lanes(all, x);
-      copy_few(to + offset(), all, count);
+      store_few(to + offset(), x, count);
     }
   }
   Integers kept(const int64_t* seed, int64_t number, int which, double probability) const {

@@ -141,9 +141,7 @@ class Convolver {
         store_lanes(to, shuffled(even, odd, head));
         store_lanes(to + count - kLanes, shuffled(even, odd, tail));
       } else {
-        value_t few[kLanes];
-        store_lanes(few, shuffled(even, odd, head));
-        copy_few(to, few, count);
+        store_few(to, shuffled(even, odd, head), count);
       }
     }
   };
