@@ -6,7 +6,7 @@
 //
 // A result larger than the last cache's share is stored past the caches: nobody finds it there.
 #pragma once
-#include <unistd.h>
+#include <stdio.h>
 
 #include <vector>
 
@@ -694,17 +694,21 @@ template <Walk walk> class Plane {
   int lanes_ = kLanes;  // of the point at hand
 };
 
-// Bytes of the last cache, or a usual one's.
+// Bytes of a core's last cache, or a usual one's. Linux says "32768K" of the one that some cores share; sysconf may have the sum of a processor's.
 inline int64_t last_cache() {
-#ifdef _SC_LEVEL3_CACHE_SIZE
-  static const int64_t found = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (found > 0) return found;
-#endif
-  return 32 << 20;
+  static const int64_t found = [] {
+    long kilobytes = 0;
+    if (FILE* const file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+      if (fscanf(file, "%ldK", &kilobytes) != 1) kilobytes = 0;
+      fclose(file);
+    }
+    return int64_t(kilobytes) << 10;
+  }();
+  return found > 0 ? found : 32 << 20;
 }
 
 inline bool are_large(const Extent& extent) {
-  return extent.N * extent.C * extent.positions() * int64_t(sizeof(real)) > last_cache() / 4;
+  return extent.N * extent.C * extent.positions() * int64_t(sizeof(real)) > last_cache() / 2;
 }
 
 // Of some samples' planes, each taken in `parts`.
