@@ -120,7 +120,13 @@ def fused(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_twice_eagers_error_at_most(name):
     model, new, x, g = fused(name)
-    alone = name in ("pointwise", "windows", "windows that overlap", "windows of windows", "v behind a softmax")
+    alone = name in (
+        "pointwise",
+        "windows",
+        "windows that overlap",
+        "windows of windows",
+        "v behind a softmax",
+    )
     exact = results(copy.deepcopy(model).double(), x.double(), g.double(), alone)
     theirs, ours = results(model, x, g, alone), results(new, x, g, alone)
     if "few" not in name:
@@ -148,6 +154,7 @@ def test_what_takes_much_is_left_in_the_place_of_v_that_nobody_asks_for(name, on
     with torch.no_grad():
         text = new.source(x)
     assert text.count("math::exp(") == 2 - once and ("replace_v(exp" in text) == once
+    assert text.count("largest_value()") == 2 + once and "largest()" not in text  # without a place, too
     new(x).backward(g)
     assert "replace_v(" not in new.source(x)
 

@@ -130,7 +130,9 @@ class PlaneText(PassText):
         once = [loop for loop in [*self.loops, last] if loop and loop.parent is self.point]
         if not any(scope is one for one in (once if each.by_sample else [self.point])):
             return
-        self.known_with_v = [n for n in scope.known if n.is_scalar_op and n.space == ELEMENTS and not n.is_boolean]
+        self.known_with_v = [
+            n for n in scope.known if n.is_scalar_op and n.space == ELEMENTS and not n.is_boolean
+        ]
         if self.leaves:
             scope.lines.append(f"{scope.at}.replace_v({scope.known[self.leaves]});")
 
@@ -189,7 +191,13 @@ class PlaneText(PassText):
             if node in seen:
                 return seen[node]
             seen[node] = 0
-            if self._array(node) or is_static(node) or node.op == "leaf" or node.space.small or node is self.finds:
+            if (
+                self._array(node)
+                or is_static(node)
+                or node.op == "leaf"
+                or node.space.small
+                or node is self.finds
+            ):
                 return 0
             reduces = over_channels(node) or over_windows(node)
             if reduces and node.op != "take":

@@ -245,21 +245,21 @@ def _left(program: Program) -> tuple[int, Node] | None:
     for i in program.in_strips:
         behind = [program.passes[j] for j in program.in_strips if j > i and program.texts[j].reads_v]
         terms = [key.source for each in behind for key in each.targets]
-
-        def is_known(node: Node) -> bool:
-            return node in program.given or program.arrays.get(Key("value", node)) is not None
-
-        def below(node: Node, left: Node | None = None) -> Sequence[Node]:
-            return () if node is left else [a for a in node.args if not is_known(a)]
-
-        def serves(left: Node) -> bool:
-            return z not in walk(terms, lambda node: below(node, left))
-
-        read, found = walk(terms, below), program.texts[i].known_with_v
-        costs = {node: instructions(walk([node], below)) for node in found if node in read and serves(node)}
+        found = [node for node in program.texts[i].known_with_v if node in _computed(program, terms)]
+        serving = [node for node in found if z not in _computed(program, terms, node)]
+        costs = {node: instructions(_computed(program, [node])) for node in serving}
         if costs and max(costs.values()) >= MUCH:
             return i, max(costs, key=costs.get)
     return None
+
+
+def _computed(program: Program, terms: Sequence[Node], left: Node | None = None) -> list[Node]:
+    """What passes compute for their terms: down to arrays, and to what is left for them."""
+
+    def is_known(node: Node) -> bool:
+        return node in program.given or Key("value", node) in program.arrays
+
+    return walk(terms, lambda node: () if node is left else [a for a in node.args if not is_known(a)])
 
 
 def _are_tiles(graph: Graph, level: str) -> bool:
