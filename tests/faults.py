@@ -104,7 +104,6 @@ FAULTS = [
     Fault("kernels/cpu/load.h", "sign > 0 ? x > value : x < value) | (x != x)) &", "sign > 0 ? x > value : x < value)) &", "test_engine_cpu.py -k 'channels_at or windows_there'"),
     Fault("kernels/cpu/load.h", "store_few(spent(x) + position, x, count)", "store_few(spent(x) + position, x, count - 1)", "test_engine_strips.py -k 'twice_eagers and softmax'"),
     Fault("inline_kernels/engine/source.py", "if costs and max(costs.values()) >= MUCH:", "if False:", "test_engine_strips.py -k 'twice_eagers or left_in'"),
-    Fault("inline_kernels/engine/source.py", "if program.saves_v or keeps_v(program):", "if keeps_v(program):", "test_engine_strips.py -k 'twice_eagers'"),
     Fault("inline_kernels/engine/source.py", "if z not in _computed(program, terms, node)]", "if True]", "test_engine_strips.py -k 'twice_eagers and behind or left_in'"),
     Fault("inline_kernels/engine/plane_text.py", "f\"{best[1]}.index\" in text", "True", "test_engine_strips.py -k left_in"),
     Fault("kernels/host/bound.h", "if (low != bound.empty) return \"\";", "", "test_bound.py -k freed"),
