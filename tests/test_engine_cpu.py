@@ -4,6 +4,7 @@ time."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,18 +56,21 @@ struct Pooled {
   template <class Plane> ON_DEVICE void operator()(Plane& plane) const {
     plane.each([&](const auto& at) {
       auto best = at.largest();
+      auto value = at.largest_value();
       auto sum = at.zero();
       at.window(Windows(), fine, [&](const auto& e) {
         const auto z = e.v();
         if constexpr (Windows::kPads) {
           best.take_last(z, e.place, e.inside);
+          value.take_last(z, e.place, e.inside);
           sum += math::select(e.inside, z, real(0));
         } else {
           best.take_last(z, e.place);
+          value.take_last(z, e.place);
           sum += z;
         }
       });
-      at.write(most, best.value);
+      at.write(most, value.value);
       at.write(place, best.index);
       at.write(total, sum);
       at.write(again, at.chosen(Windows(), fine, best.index).v());
@@ -89,14 +93,16 @@ struct Channels {
   template <class Plane> ON_DEVICE void operator()(Plane& plane) const {
     plane.each([&](const auto& at) {
       auto best = at.largest();
-      auto least_of = at.smallest();
+      auto most_of = at.largest_value();
+      auto least_of = at.smallest_value();
       auto total = at.zero();
       at.channels(C, [&](const auto& e) {
         best.take(e.v(), e.c);
+        most_of.take(e.v(), e.c);
         least_of.take(e.v(), e.c);
         total += e.v() * at.read(shared);
       });
-      at.write(largest, best.value);
+      at.write(largest, most_of.value);
       at.write(which, best.index);
       at.write(least, least_of.value);
       at.write(sum, total);
@@ -126,6 +132,7 @@ EXPORT void channels(output_t* largest, output_t* sum, output_t* least, int32_t*
                      int64_t N, int64_t C, int64_t S, int64_t parts) {
   load::planes(Channels{largest, sum, least, which, shared, C}, load::Extent(N, 1, 1, 1, S), {v, 0, C, S}, parts, {0, N});
 }
+EXPORT int64_t last_cache() { return load::last_cache(); }
 EXPORT void drop(output_t* y, const int64_t* seed, int64_t number, int64_t N, int64_t C, int64_t S, int64_t parts) {
   load::planes(Drop{y, seed, number}, load::Extent(N, C, 1, 1, S), {}, parts, {0, N});
 }
@@ -148,7 +155,7 @@ def words(dtype: torch.dtype, pool=None):
     """Those of one pool, or all the others."""
     windows = ", ".join(map(str, pool or POOLS[0]))
     defines = {"VALUE_T": DTYPES[dtype], "OUTPUT_T": DTYPES[dtype], "WINDOWS": windows}
-    launchers = ["pooled"] if pool else ["reduce", "channels", "drop"]
+    launchers = ["pooled"] if pool else ["reduce", "channels", "drop", "last_cache"]
     return inline_loader.load("engine_cpu_words", source=WORDS, defines=defines, launchers=launchers)
 
 
@@ -231,6 +238,7 @@ def test_channels_at_a_position(dtype, C, S, parts):
     N = 3
     v, shared = torch.randn(N, C, S).round().to(dtype), torch.randn(N, S).to(dtype)
     v[1, C // 2, 1] = float("nan")
+    v[2, :, 3], v[2, :, 4], v[0, C // 2, 0] = float("-inf"), float("inf"), float("inf")
     largest, total, least = (poisoned(N, S, dtype=dtype) for _ in range(3))
     which = poisoned(N, S, dtype=torch.int32)
     words(dtype).channels(largest, total, least, which, v, shared, N, C, S, parts)
@@ -283,6 +291,13 @@ def test_what_is_large_is_stored_past_the_caches_and_whole():
     )
     words(torch.float32).reduce(sums, moments, mean, mean.clone(), twice, mask, v, 2, 3, 1, 1500, 1501, 5)
     assert torch.equal(twice, v * 2)
+
+
+def test_the_last_cache_is_a_cores():
+    """Not all of a processor's together."""
+    file = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    text = file.read_text().strip() if file.exists() else "32768K"
+    assert words(torch.float32).last_cache() == int(text.removesuffix("K")) << 10
 
 
 class Alone(nn.Module):

@@ -47,6 +47,13 @@ class LeastOfDepth(nn.Module):
         return v.amin(2)
 
 
+class SoftmaxTimesV(nn.Module):
+    """v is asked for again behind the softmax."""
+
+    def forward(self, v):
+        return F.max_pool2d(torch.softmax(v, 1) * v, 2)
+
+
 class Unpassable(nn.Module):
     """No gradient passes the bounds but at a tie; a dropout is drawn behind them."""
 
@@ -94,6 +101,9 @@ MODELS = {
         [nn.Softmax(1), nn.MaxPool3d(2), nn.MaxPool3d(2)],
         (2, 4, 13, 25, 31),
     ),
+    # Vectors of which a few values count, in windows.
+    "windows behind a softmax": (nn.Conv2d(8, 16, 3), [nn.Softmax(1), nn.MaxPool2d(2)], (2, 8, 24, 28)),
+    "v behind a softmax": (nn.Conv2d(8, 16, 3), [SoftmaxTimesV()], (2, 8, 24, 37)),
     "planes": (nn.Conv3d(8, 16, 3, padding=1), [nn.InstanceNorm3d(16), nn.ReLU()], (2, 8, 6, 25, 31)),
     "channels": (nn.Conv2d(8, 24, 3), [nn.InstanceNorm2d(24), LargestChannel(24)], (2, 8, 24, 27)),
     "over channels": (nn.Conv2d(8, 16, 3), [nn.Softmax(1)], (2, 8, 24, 27)),
@@ -112,7 +122,9 @@ def fused(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_twice_eagers_error_at_most(name):
     model, new, x, g = fused(name)
-    alone = name in ("pointwise", "windows", "windows that overlap")
+    alone = (
+        name in ("pointwise", "windows", "windows that overlap", "windows of windows") or "softmax" in name
+    )
     exact = results(copy.deepcopy(model).double(), x.double(), g.double(), alone)
     theirs, ours = results(model, x, g, alone), results(new, x, g, alone)
     if "few" not in name:
@@ -131,6 +143,36 @@ def test_passes_that_wait_for_strips_alone_run_in_them(name):
     inside, outside = text.split("load::convolved<")[1].split("\n    });")
     assert inside.count("strip.planes(") == text.count("template <class Plane>") > 1
     assert "load::planes(" not in outside
+
+
+@pytest.mark.parametrize("name, once", [("windows of windows", True), ("v behind a softmax", False)])
+def test_what_takes_much_is_left_in_the_place_of_v_that_nobody_asks_for(name, once):
+    """In training backward does."""
+    _, new, x, g = fused(name)
+    with torch.no_grad():
+        text = new.source(x)
+    assert text.count("math::exp(") == 2 - once and ("replace_v(exp" in text) == once
+    assert text.count("largest_value()") == 2 + once and "largest()" not in text  # without a place, too
+    new(x).backward(g)
+    assert "replace_v(" not in new.source(x)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_left_too(value):
+    model, new, x, _ = fused("windows of windows")
+    x[1, 2, 3, 4, 5] = value
+    with torch.no_grad():
+        assert torch.allclose(new(x), model(x), rtol=1e-4, equal_nan=True)
+
+
+@optimised
+def test_results_larger_than_caches():
+    """… are stored past them, parts of vectors by way of them."""
+    model = Model(nn.Conv2d(8, 56, 3), nn.Hardswish())
+    x = torch.randn(8, 8, 127, 130)
+    with torch.no_grad():
+        y, truth = fuse(copy.deepcopy(model))(x), model.double()(x.double())
+    assert y.nbytes > 24 << 20 and (y - truth).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -17,7 +17,7 @@ from .naming import identifier, local
 from .scalars import SCALARS
 
 _DEFINED = re.compile(r"const auto (\w+) = (.*);")
-_LOADED = re.compile(r"(real|double)\(\w+\[.*\]\)|held\[.*\]|\w+\.(read|shared)\(\w+\)( != 0)?")
+_LOADED = re.compile(r"(real|double)\(\w+\[.*\]\)|held\[.*\]|\w+\.v\(\)|\w+\.(read|shared)\(\w+\)( != 0)?")
 _FLOAT = re.compile(r"(?<![\w.])((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)[fF]\b")  # C++'s 0.5f
 _WRITTEN = re.compile(r"(at|e)\.write\(y, (.*)\);")
 _OPERATORS = {

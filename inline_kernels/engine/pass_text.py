@@ -63,6 +63,7 @@ class PassText:
         self.scalar = False  # is it of single positions?
         self.spreads = False  # … do positions have values of the windows that hold them?
         self.reads_v = False
+        self.scopes_of_v: list[Scope] = []  # where v is read, in this order
         self.before_v: set[str] = set()  # what is written before v's last value is read
         self.turns = False  # has it at its points what the program `turns`?
         self.made: set[Key] = set()  # arrays of this pass
@@ -222,6 +223,7 @@ class PassText:
         name, kind = node.attr
         if kind == "z":
             self.reads_v = True
+            self.scopes_of_v.append(scope)
             self.turns |= self.program.turns == "v"
             return f"{scope.at}.v()", "conv"
         if kind == "scalar":

@@ -138,7 +138,8 @@ class Program:
     `passes`; `arrays` by Key, that these write; `kept`: the small ones that forward leaves for backward. few_channels: may a byte count channels? joins: on a GPU; on_cpu: points are vectors.
     turns: the array that may lie channels last alone, v or its gradient, or y or its gradient; or "". operand: the array that the next convolution reads, or "". By source.py: `texts` of the passes,
     and the numbers of those that then read or write it so (`turned`); does a CPU make v in strips (`convolves`); of those that it has in strips (`in_strips`,
-    `differentiated`, by whose sums: `differentiated_by`), and of the one that finds whether any gradient passes, with that gradient (`closes`)."""
+    `differentiated`, by whose sums: `differentiated_by`), of the one that leaves a value in v's place for those behind it, with that value (`left`), and of the
+    one that finds whether any gradient passes, with that gradient (`closes`). saves_v: does backward read v?"""
 
     kept: Sequence[Array] = ()
     gate: tuple[Node, Array] | None = (
@@ -149,6 +150,8 @@ class Program:
     turned: Sequence[int] = ()
     in_strips: Sequence[int] = ()
     convolves = False
+    saves_v = False
+    left: tuple[int, Node] | None = None
     differentiated: int | None = None
     differentiated_by = ""
     closes: tuple[int, Node] | None = None

@@ -10,13 +10,23 @@ import re
 from collections.abc import Iterable, Sequence
 
 from .gates import is_drawn, is_gate, zero_with
-from .graph import Node, order, walk
+from .graph import ELEMENTS, Node, order, walk
 from .naming import PASSES, Names, local, total_of
 from .pass_text import PassText, Scope, indented
 from .passes import Key, Planes, Program, Unsupported, is_static, over_channels, over_windows
 from .scalars import instructions
 
-_MUCH = 5  # instructions: an exponential's; to store a value and to load it again takes less
+MUCH = 5  # instructions: an exponential's; to store a value and to load it again takes less
+_EXTREME = re.compile(r"auto (best\d+) = \w+\.(?:largest|smallest)\(\);$")
+
+
+def _without_places(lines: Sequence[str]) -> list[str]:
+    """Extremes whose place nobody asks for are looked for without it, which takes half the time."""
+    text = "\n".join(lines)
+    return [
+        line if not (best := _EXTREME.search(line)) or f"{best[1]}.index" in text else f"{line[:-3]}_value();"
+        for line in lines
+    ]
 
 
 class PlaneText(PassText):
@@ -27,6 +37,10 @@ class PlaneText(PassText):
         self.chooses = False  # … whose channels have positions of their own each?
         self.loops: list[Scope] = []  # over channels at a point of the pass
         self.held: list[Node] = []  # of what these compute, what later ones read again
+        self.known_with_v: list[Node] = []  # what is computed of an element where v is read last
+        before, left = program.left or (number, None)
+        self.leaves = left if number == before else None  # in v's place
+        self.finds = left if number > before else None  # … there
         self.takes: dict[
             Node, list[Node]
         ] = {}  # by an extreme: what is kept of its place while it is looked for
@@ -70,6 +84,7 @@ class PlaneText(PassText):
             if key not in finer:
                 point.lines.append(f"{name}.add({self._broadcast(node, point)});")
             ends.append(f"plane.reduce({self.pointer(array, written=True)}, {name});")
+        self._leave(each, last)
         if last:
             point.lines += [
                 f"at.channels({self.number('C')}, [&](const auto& e) {{",
@@ -92,6 +107,7 @@ class PlaneText(PassText):
             self._add_finer(rest)
             head = f"plane.rest({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
             walk += [head, *indented(rest.lines), "});"]
+        walk = _without_places(walk) if self.program.on_cpu else walk
         text, own = "\n".join(walk), [name for name, kind in self.pointers.items() if kind[:6] != "const "]
         self.before_v = {name for name in own if -1 < text.find(f"({name}, ") < text.rfind(".v()")}
         constants = []
@@ -105,6 +121,20 @@ class PlaneText(PassText):
             held = sum(node.space.c for node in plane.known)  # small values by channel
             constants.append(f"int kHeld = {held}, kSums = {len(totals)}")
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends], constants)
+
+    def _leave(self, each: Planes, last: Scope | None) -> None:
+        """Sets `known_with_v`, if an element's v is read last where each element comes once; and leaves there what passes behind find."""
+        if each.level != "e" or not self.scopes_of_v:
+            return
+        scope = self.scopes_of_v[-1]
+        once = [loop for loop in [*self.loops, last] if loop and loop.parent is self.point]
+        if not any(scope is one for one in (once if each.by_sample else [self.point])):
+            return
+        self.known_with_v = [
+            n for n in scope.known if n.is_scalar_op and n.space == ELEMENTS and not n.is_boolean
+        ]
+        if self.leaves:
+            scope.lines.append(f"{scope.at}.replace_v({scope.known[self.leaves]});")
 
     def _lazy(self, roots: Iterable[Node]) -> set[Node]:
         def may_be(node: Node) -> bool:
@@ -161,7 +191,13 @@ class PlaneText(PassText):
             if node in seen:
                 return seen[node]
             seen[node] = 0
-            if self._array(node) or is_static(node) or node.op == "leaf" or node.space.small:
+            if (
+                self._array(node)
+                or is_static(node)
+                or node.op == "leaf"
+                or node.space.small
+                or node is self.finds
+            ):
                 return 0
             reduces = over_channels(node) or over_windows(node)
             if reduces and node.op != "take":
@@ -245,6 +281,9 @@ class PlaneText(PassText):
         scope.lines += [*declared, head, inner.lines, "});", *ends]
 
     def _text(self, node: Node, scope: Scope) -> tuple[str, str]:
+        if node is self.finds:
+            self.reads_v = True
+            return f"{scope.at}.v()", "left in v's place"
         held = self._held(node, scope) if self.program.on_cpu and node.is_scalar_op else ""
         return (held, "") if held else super()._text(node, scope)
 
@@ -254,7 +293,7 @@ class PlaneText(PassText):
         if node.is_boolean or scope.kind != "channels" or scope.parent is not self.point or not loops:
             return ""
         loop = loops[0]
-        if loop.parent is not self.point or instructions(loop.known.keys() & order([node])) < _MUCH:
+        if loop.parent is not self.point or instructions(loop.known.keys() & order([node])) < MUCH:
             return ""
         is_new = node not in self.held
         self.held += [node] * is_new

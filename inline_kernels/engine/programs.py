@@ -92,6 +92,7 @@ def _compose(segment, kind: Kind) -> Composed:
         on_cpu=kind.device == "cpu",
     )
     ahead.operand = "y" if kind.operand else ""
+    ahead.saves_v = any(array.name == "v" for array in saved)
     if kind.saving and (small := [array for array in saved if array.space.small]):
         ahead.kept = back.kept = small
         saved = [*[array for array in saved if array not in small], naming.KEPT]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .gates import closing
-from .graph import Graph
+from .graph import ELEMENTS, Graph, Node, walk
 from .naming import (
     CONVOLUTION,
     DWEIGHT,
@@ -27,8 +27,9 @@ from .naming import (
     identifier,
 )
 from .pass_text import PassText
-from .passes import Array, Planes, Program, Small
-from .plane_text import PlaneText
+from .passes import Array, Key, Planes, Program, Small
+from .plane_text import MUCH, PlaneText
+from .scalars import instructions
 from .small_text import SmallText
 
 # A whole array, turned: from (N, rows, columns) to (N, columns, rows); or of images the positions that strides meet.
@@ -88,21 +89,16 @@ def struct(name: str, program: Program, names: Names, number: int) -> tuple[list
 
 
 def _launcher(launcher: str, program: Program, names: Names, device: str, own: Own) -> list[str]:
-    lines, made, used_levels = [], [], set()
-    program.texts = []
     program.closes = closing(program) if own.gradient and launcher == "backward" else None
-    title = launcher.title()
-    for number in range(len(program.passes)):
-        text_lines, text = struct(f"{title}{number}", program, names, number)
-        lines += [*text_lines, ""]
-        program.texts.append(text)
-        given = given_few(program) if isinstance(program.passes[number], Small) else {}
-        made.append(f"{title}{number}{{{', '.join(given.get(m, m) for m in text.members)}}}")
-        used_levels |= {name for name in text.numbers if name.startswith("extent_")}
+    lines, made = _structs(launcher.title(), program, names)
     program.turned = _turned(program)
     if device == "cpu":
         _find_strips(program, own.convolution and launcher == "forward")
         program.differentiated_by = own.gradient if program.differentiated is not None else ""
+        if left := _left(program):
+            program.left = left
+            lines, made = _structs(launcher.title(), program, names)
+    used_levels = {name for text in program.texts for name in text.numbers if name.startswith("extent_")}
     calls = (_on_gpu if device == "cuda" else _on_cpu)(program, made)
     tensors = parameters(program, names)
     reals = [(t, name) for t, name in numbers(program, names.scalars, bool(names.random))]
@@ -127,6 +123,18 @@ def _launcher(launcher: str, program: Program, names: Names, device: str, own: O
         inside.append(f"const load::Extent {name}({_extent(level)});")
     head = f"EXPORT void {launcher}({', '.join(declared)}) {{"
     return [*lines, head, *[f"  {line}" for line in [*inside, *calls]], "}", ""]
+
+
+def _structs(title: str, program: Program, names: Names) -> tuple[list[str], list[str]]:
+    """The passes' structs, and how a launcher makes one of each; sets `texts`."""
+    lines, made, program.texts = [], [], []
+    for number in range(len(program.passes)):
+        text_lines, text = struct(f"{title}{number}", program, names, number)
+        lines += [*text_lines, ""]
+        program.texts.append(text)
+        given = given_few(program) if isinstance(program.passes[number], Small) else {}
+        made.append(f"{title}{number}{{{', '.join(given.get(m, m) for m in text.members)}}}")
+    return lines, made
 
 
 # ---------------------------------------------------------------------------------------------- a launcher's arguments
@@ -226,6 +234,32 @@ def _find_strips(program: Program, own: bool) -> None:
         names = [arrays[key].name for key in each.targets]
         if "dz" in names and each.level == "e" and not each.by_sample:
             program.differentiated = i
+
+
+def _left(program: Program) -> tuple[int, Node] | None:
+    """A pass in strips, and what it has computed of each element where it last reads v: it leaves this in the place of v, if it took much, and
+    those behind it read v for nothing else."""
+    if program.saves_v or keeps_v(program):
+        return None
+    z = program.graph.leaf("z", ELEMENTS, "z")
+    for i in program.in_strips:
+        behind = [program.passes[j] for j in program.in_strips if j > i and program.texts[j].reads_v]
+        terms = [key.source for each in behind for key in each.targets]
+        found = [node for node in program.texts[i].known_with_v if node in _computed(program, terms)]
+        serving = [node for node in found if z not in _computed(program, terms, node)]
+        costs = {node: instructions(_computed(program, [node])) for node in serving}
+        if costs and max(costs.values()) >= MUCH:
+            return i, max(costs, key=costs.get)
+    return None
+
+
+def _computed(program: Program, terms: Sequence[Node], left: Node | None = None) -> list[Node]:
+    """What passes compute for their terms: down to arrays, and to what is left for them."""
+
+    def is_known(node: Node) -> bool:
+        return node in program.given or Key("value", node) in program.arrays
+
+    return walk(terms, lambda node: () if node is left else [a for a in node.args if not is_known(a)])
 
 
 def _are_tiles(graph: Graph, level: str) -> bool:

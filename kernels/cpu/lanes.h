@@ -104,6 +104,23 @@ template <class E> inline void copy_few(E* to, const E* from, int64_t count) {
   else std::copy_n(from, count, to);
 }
 
+// The first `count` lanes, straight from a register: a copy of part of what has just been stored may wait until that and all stores before it have left
+// the core, which takes long for those past the caches.
+template <class E, class X> inline void store_few(E* to, const X& x, int count) {
+  if constexpr (std::is_same_v<E, float> && std::is_same_v<X, Lanes>) {
+#if defined(__AVX512F__) && !defined(__clang__)
+    return __builtin_ia32_storeups512_mask(to, x, uint16_t((1u << count) - 1));
+#elif defined(__AVX2__) && !defined(__clang__)
+    typedef float Floats __attribute__((vector_size(32)));
+    typedef int Mask __attribute__((vector_size(32)));
+    return __builtin_ia32_maskstoreps256((Floats*)to, (Mask)(count_up() < count), x);
+#endif
+  }
+  E all[kLanes];
+  store_lanes(all, x);
+  copy_few(to, all, count);
+}
+
 // Past the caches, where `to` allows it.
 template <class E, class X> inline void stream_lanes(E* to, const X& x) {
 #if defined(__AVX512F__) && !defined(__clang__)

@@ -6,7 +6,7 @@
 //
 // A result larger than the last cache's share is stored past the caches: nobody finds it there.
 #pragma once
-#include <unistd.h>
+#include <stdio.h>
 
 #include <vector>
 
@@ -36,6 +36,21 @@ template <int sign, class T> struct Extreme {
     const auto better = (((index < 0) | (sign > 0 ? x > value : x < value) | is_nan) & ... & inside);
     value = better ? x : value;
     index = better ? math::Integer<T>{} + math::Element<math::Integer<T>>(place) : index;
+    return better;
+  }
+};
+
+// The value alone.
+template <int sign, class T> struct ExtremeValue {
+  T value = T{} - sign * std::numeric_limits<math::Element<T>>::infinity();
+  auto take(const T& x, int64_t) { return set(x); }
+  auto take_last(const T& x, int64_t) { return set(x); }
+  template <class Mask> auto take_last(const T& x, int64_t, const Mask& inside) { return set(x, inside); }
+
+ private:
+  template <class... Inside> auto set(const T& x, const Inside&... inside) {
+    const auto better = (((sign > 0 ? x > value : x < value) | (x != x)) & ... & inside);
+    value = better ? x : value;
     return better;
   }
 };
@@ -194,6 +209,11 @@ struct Plane_ {
   int64_t step, n, c, C;
   int64_t first() const { return (n * C + c) * extent.positions(); }
   const value_t* convolved() const { return values + c * step; }
+  // To be replaced by what is computed of it, where it is a strip's own, and no longer asked for.
+  template <class X> value_t* spent(const X&) const {
+    static_assert(std::is_same_v<value_t, math::Element<X>>, "what is computed would be rounded");
+    return const_cast<value_t*>(convolved());
+  }
   Plane_ channel(int64_t of, int64_t channels) const { return {extent, values, step, n, of, channels}; }
 };
 
@@ -201,6 +221,8 @@ struct Plane_ {
 struct Lanes_ : Plane_ {
   Extreme<1, Lanes> largest() const { return {}; }
   Extreme<-1, Lanes> smallest() const { return {}; }
+  ExtremeValue<1, Lanes> largest_value() const { return {}; }
+  ExtremeValue<-1, Lanes> smallest_value() const { return {}; }
   Lanes zero() const { return Lanes{}; }
   template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
     return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
@@ -438,13 +460,14 @@ template <bool kWhole> struct Row : Lanes_ {
   template <class E> Computed<E> read(const E* from) const { return loaded(from + offset()); }
   template <class E> Computed<E> shared(const E* from) const { return loaded(from + n * extent.positions() + position); }
   Lanes v() const { return loaded(convolved() + position); }
+  template <class X> void replace_v(const X& x) const {
+    kWhole ? store_lanes(spent(x) + position, x) : store_few(spent(x) + position, x, count);
+  }
   template <class E, class X> void write(E* to, const X& x) const {
     if constexpr (kWhole) {
       streams ? stream_lanes(to + offset(), x) : store_lanes(to + offset(), x);
     } else {
-      E all[kLanes];
-      store_lanes(all, x);
-      copy_few(to + offset(), all, count);
+      store_few(to + offset(), x, count);
     }
   }
   Integers kept(const int64_t* seed, int64_t number, int which, double probability) const {
@@ -519,6 +542,7 @@ struct Single : Plane_ {
   template <class E> One<E> read(const E* from) const { return One<E>(from[offset()]); }
   template <class E> One<E> shared(const E* from) const { return One<E>(from[n * extent.positions() + position]); }
   real v() const { return real(convolved()[position]); }
+  template <class X> void replace_v(X x) const { spent(x)[position] = value_t(x); }
   template <class E, class X> void write(E* to, const X& x) const { to[offset()] = E(x); }
   bool kept(const int64_t* seed, int64_t number, int which, double probability) const {
     return Dropout(seed, number, which, probability).keeps(offset());
@@ -565,6 +589,8 @@ struct Single : Plane_ {
   }
   Extreme<1, real> largest() const { return {}; }
   Extreme<-1, real> smallest() const { return {}; }
+  ExtremeValue<1, real> largest_value() const { return {}; }
+  ExtremeValue<-1, real> smallest_value() const { return {}; }
   real zero() const { return 0; }
   template <class F> real lazily(bool mask, const F& f) const { return mask ? f() : real(0); }
 };
@@ -668,17 +694,21 @@ template <Walk walk> class Plane {
   int lanes_ = kLanes;  // of the point at hand
 };
 
-// Bytes of the last cache, or a usual one's.
+// Bytes of a core's last cache, or a usual one's. Linux says "32768K" of the one that some cores share; sysconf may have the sum of a processor's.
 inline int64_t last_cache() {
-#ifdef _SC_LEVEL3_CACHE_SIZE
-  static const int64_t found = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (found > 0) return found;
-#endif
-  return 32 << 20;
+  static const int64_t found = [] {
+    long kilobytes = 0;
+    if (FILE* const file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+      if (fscanf(file, "%ldK", &kilobytes) != 1) kilobytes = 0;
+      fclose(file);
+    }
+    return int64_t(kilobytes) << 10;
+  }();
+  return found > 0 ? found : 32 << 20;
 }
 
 inline bool are_large(const Extent& extent) {
-  return extent.N * extent.C * extent.positions() * int64_t(sizeof(real)) > last_cache() / 4;
+  return extent.N * extent.C * extent.positions() * int64_t(sizeof(real)) > last_cache() / 2;
 }
 
 // Of some samples' planes, each taken in `parts`.

@@ -110,21 +110,41 @@ class Convolver {
     using namespace winograd;
     const int64_t terms = sizes_.terms(), count = runs.back().at + runs.back().count;
     bool odd = false;
-    for (int64_t at = 0; at < count; at += kLanes) {
-      Lanes check{};  // NaN where anything isn't finite; behind the last tile there are others', too
+    for (int64_t at = 0; at < count; at += kSideBySide * kLanes) {
+      Lanes check[kSideBySide] = {};  // NaN where anything isn't finite; behind the last tile there are others', too
       for (int64_t k = 0; k < sizes_.K; k += kAtOnce) {
-        Outputs outputs;
+        Outputs outputs[kSideBySide];
         const accumulate_t* const filters = of_.filters[0].at + k / kTogether * terms * kTogether + k % kTogether;
         outputs_of(outputs, filters, sizes_.K * terms, tiles + at, stride_, terms);
-        for (const auto& row : outputs)
-          for (const auto& columns : row)
-            for (const Lanes& each : columns) check += each * 0;
-        write(out + k * step, step, outputs, height, runs, at);
+        for (int s = 0; s < kSideBySide; s++) {
+          for (const auto& row : outputs[s])
+            for (const auto& columns : row)
+              for (const Lanes& each : columns) check[s] += each * 0;
+          write(out + k * step, step, outputs[s], height, runs, at + s * kLanes);
+        }
       }
-      for (int64_t j = 0; j < std::min<int64_t>(kLanes, count - at); j++) odd |= std::isnan(check[j]);
+      for (int64_t j = 0; j < std::min<int64_t>(kSideBySide * kLanes, count - at); j++) odd |= std::isnan(check[j / kLanes][j % kLanes]);
     }
     return odd;
   }
+
+  // `count` of a row's 2·kLanes values, from `first` on, whose even and odd ones are apart: two vectors from either end, which may meet.
+  struct InRow {
+    int count;
+    Integers head, tail;
+    InRow(int first, int count) : count(count) {
+      const auto places = [](const Integers& at) { return at / 2 + at % 2 * kLanes; };
+      head = places(count_up() + first), tail = places(count_up() + first + (std::max(count, kLanes) - kLanes));
+    }
+    void store(value_t* to, const Lanes& even, const Lanes& odd) const {
+      if (count >= kLanes) {
+        store_lanes(to, shuffled(even, odd, head));
+        store_lanes(to + count - kLanes, shuffled(even, odd, tail));
+      } else {
+        store_few(to, shuffled(even, odd, head), count);
+      }
+    }
+  };
 
   // Those of the chunk's tiles from `first` on.
   void write(value_t* out, int64_t step, const winograd::Outputs& outputs, int64_t height, const Runs& runs, int64_t first) const {
@@ -134,14 +154,10 @@ class Convolver {
       const int64_t from = std::max(first, run.at), until = std::min(first + kLanes, run.at + run.count);
       if (from >= until) continue;
       const int64_t column = 2 * (run.column + from - run.at), count = std::min(2 * (until - from), W - column);
+      const InRow in_row(2 * int(from - first), int(count));
       for (int i = 0; i < std::min<int64_t>(2, height - 2 * run.row); i++)
-        for (int k = 0; k < kAtOnce; k++) {
-          value_t values[2 * kLanes];
-          for (int j = 0; j < kLanes; j++)
-            for (int odd = 0; odd < 2; odd++) values[2 * j + odd] = value_t(outputs[i][odd][k][j]);
-          value_t* const to = out + k * step + (2 * run.row + i) * W + column;
-          copy_few(to, values + 2 * (from - first), count);
-        }
+        for (int k = 0; k < kAtOnce; k++)
+          in_row.store(out + k * step + (2 * run.row + i) * W + column, outputs[i][0][k], outputs[i][1][k]);
     }
   }
 
