@@ -312,12 +312,12 @@ EXPORT void forward(Out<float> y, Out<int32_t> largest, Out<int32_t> mask, In<fl
   conv::wide<Build>(x, weight, Tail{conv_bias}, store::GradMask{mask}, store::Rows<float>{y},
                     largest, stream);
 }
-EXPORT void backward(Out<float> dx, Out<float> dweight, Out<float> d_conv_bias, Out<int32_t> largest_g, In<float> dy, In<int32_t> mask,
-                     In<float> x, In<int32_t> largest, In<float> weight, cudaStream_t stream) {
+EXPORT void backward(Out<float> dx, Out<float> dweight, Out<float> d_conv_bias, Out<int32_t> largest_g, Out<int32_t> units,
+                     In<float> dy, In<int32_t> mask, In<float> x, In<int32_t> largest, In<float> weight, cudaStream_t stream) {
   const auto g = grad::masked<20>(Tail{nullptr}, dy, mask);
-  grad::sum_gradients(g, largest_g, stream, d_conv_bias);
-  grad::wide_weight<Build>(dweight, g, largest_g, x, largest, stream);
-  grad::wide_input<Build>(dx, g, largest_g, weight, stream);
+  grad::sum_gradients<Build>(g, largest_g, units, stream, d_conv_bias);
+  grad::wide_weight<Build>(dweight, g, largest_g, units, x, largest, stream);
+  grad::wide_input<Build>(dx, g, largest_g, units, weight, stream);
 }
 """
 
@@ -331,7 +331,8 @@ def test_another_tail(split, architecture, guarded, folder):
     x, weight, bias = torch.randn(3, 5, 9, 70), torch.randn(20, 5, 3, 2), torch.randn(20)
     y = x.new_empty(3, 20, 7, 69)
     mask = x.new_empty(3, 7, 2, 20, 4, dtype=torch.int32)  # (N, H, strips of 64 columns, C, 4): grad_mask.cuh
-    largest, largest_g = x.new_empty(3, dtype=torch.int32), x.new_empty(3, dtype=torch.int32)
+    largest, largest_g = x.new_empty(3, dtype=torch.int32), x.new_empty(6, dtype=torch.int32)
+    units = x.new_empty(0 if split else 3 * 3 * 7 * 69 * 4, dtype=torch.int32)  # of 8 channels, the last 4 of which there aren't
     x[1, :, 2, 3], x[2, 1, 4, 5] = -INF, NAN
     kernels.forward(y, largest, mask, x, weight, bias)
     rounded = (lambda t: t) if split else tf32
@@ -347,7 +348,7 @@ def test_another_tail(split, architecture, guarded, folder):
         passes = (expected > 0).double()
         g = rounded((dy * passes).float()).double()
     found = [torch.empty_like(t) for t in (x, weight, bias)]
-    kernels.backward(*found, largest_g, dy, mask, x, largest, weight)
+    kernels.backward(*found, largest_g, units, dy, mask, x, largest, weight)
     exact = (
         torch.nn.grad.conv2d_input(x.shape, leaves[1], g),
         torch.nn.grad.conv2d_weight(leaves[0], weight.shape, g),

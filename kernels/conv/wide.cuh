@@ -68,8 +68,11 @@ struct Mainloop {
   static constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64, kChannels = round_up(Filter::kIn, 16);
 
   using Sm90 = WideSm90<Conv<Tile<kChannels, kBlockChannels>>, Source, Tail, Keep, Out>;
-  static constexpr bool kBySm90 =
-      kMayBySm90 && Target::kCapability == 90 && Sm90::fits(Target::kSharedLimit);
+  static constexpr bool by_sm90() {  // which not every source has a producer for
+    if constexpr (kMayBySm90 && Target::kCapability == 90) return Sm90::fits(Target::kSharedLimit);
+    else return false;
+  }
+  static constexpr bool kBySm90 = by_sm90();
 
   template <class T> using Sm80 = WideSm80<Conv<T>, Source, Tail, Keep, Out>;
   template <int kKBlock, int kRows> static constexpr auto fitting() {

@@ -263,15 +263,7 @@ struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, 
       if (threadIdx.x < kThreads / 2) produce<true>(walk, pipeline, gradients);
       else produce<false>(walk, pipeline, shared);
     } else {
-      partial += (int64_t(blockIdx.x) * kBlocks + blockIdx.y) * kThreadSums * kThreads;
-      const uint32_t inputs = shared_address(shared), of_gradients = shared_address(gradients);
-      if (threadIdx.x < kThreads + kWarpgroup) {
-        take_registers_to<kConsumerRegisters[0]>();
-        Base::template consume<0>(partial, pipeline, inputs, of_gradients, shared_address(zeros));
-      } else {
-        take_registers_to<kConsumerRegisters[1]>();
-        Base::template consume<kConsumerTaps>(partial, pipeline, inputs, of_gradients, shared_address(zeros));
-      }
+      Base::consume(partial, pipeline, shared);
     }
   }
 
@@ -388,7 +380,7 @@ template <class Filter, class Around> struct PackedSizes {
   }
 };
 
-// dweight, of g in units, of which that many parts a value has (N, parts, kOut / 8, positions), and of x.
+// dweight, of g in units, of which that many parts a value has (N, parts, ⌈kOut / 8⌉, positions), and of x.
 template <class Build, class Around, class Scales>
 void of_units(const Out<typename Build::value_t>& dweight, const uint4* g, const Scales& scales,
               const In<typename Build::value_t>& x, const PackedSizes<typename Build::Filter, Around>& sizes, cudaStream_t stream) {
@@ -400,7 +392,6 @@ void of_units(const Out<typename Build::value_t>& dweight, const uint4* g, const
   using Sm90 = PackedWeightSm90<Filter, Operands, Target, Source>;
   constexpr bool kBySm90 = Target::kCapability == 90 && Sm90::fits(Target::kSharedLimit);
   using Loop = std::conditional_t<kBySm90, Sm90, PackedWeightSm80<Filter, Operands, Target, Source>>;
-  static_assert(Filter::kOut % 8 == 0, "whole units");
   conv::expect(x.dims == Filter::kDims + 2 && x.size(1) == Filter::kIn && dweight.numel() == Filter::kOut * Filter::kIn * Filter::kTaps,
                "the channels and the filter that are compiled for");
   const int64_t N = x.size(0), H = sizes.of_x[1], W = sizes.of_x[2];
@@ -431,6 +422,7 @@ void packed_weight(const Out<typename Build::value_t>& dweight, const In<typenam
                    const In<typename Build::value_t>& x, cudaStream_t stream) {
   using value_t = typename Build::value_t;
   constexpr int kOut = Build::Filter::kOut;
+  static_assert(kOut % 8 == 0, "whole units");
   const PackedSizes<typename Build::Filter, Around> sizes(x);
   const int64_t N = x.size(0), positions = sizes.positions();
   if constexpr (kOfPlanes) {
