@@ -23,13 +23,11 @@
 #define CAPABILITY 80
 #define SHARED_LIMIT (99 << 10)
 #define X_ALIGNED 1
-#define DY_ALIGNED 1
-#define ONE_TILE 0
 #define COUNTS_IN_INT 0
 #endif
 
 using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
-using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT>;
+using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, COUNTS_IN_INT>;
 using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;
 
 struct Tail {

@@ -149,7 +149,7 @@ template <class Tail_, int kChannels_> struct Masked {
   const output_t* dy;
   const uint32_t* words;
   Tail tail;
-  static constexpr bool kGuessesScale = false, kWholeRows = false, kUnits = false;
+  static constexpr bool kGuessesScale = false, kUnits = false;
   static __device__ __forceinline__ int sample_exponent(uint32_t largest) { return top_exponent(largest); }
   // That of the samples from n on.
   Masked from(int64_t n, int64_t height, int64_t width) const {

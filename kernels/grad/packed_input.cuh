@@ -24,7 +24,7 @@ using InputMainloop =
 struct PackedGradient {
   const uint4* g;
   int groups;  // of channels
-  static constexpr bool kGuessesScale = false, kWholeRows = false, kUnits = true;
+  static constexpr bool kGuessesScale = false, kUnits = true;
   static __device__ __forceinline__ int sample_exponent(uint32_t exponent) { return int(exponent); }
 };
 

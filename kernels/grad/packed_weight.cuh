@@ -202,18 +202,19 @@ struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, 
     constexpr int kPlaces = kOfGradient ? kStages : kSlots, kPitch = kOfGradient ? kStage : kSlot;
     const int group = threadIdx.x / 32 % kGroupWarps;
     PipelineState<kStages> next, ready;
-    int words[kAhead + 1], across[kAhead + 1];  // of the steps that are on their way, the last one last
+    // Of the steps that are on their way, the last one last: of g what consumers are told, of x how far across
+    // a step is, or -1 where the walk has ended.
+    int words[kAhead + 1];
     int place = 0, ready_place = 0;
 #pragma unroll
-    for (int i = 0; i <= kAhead; i++) words[i] = 0, across[i] = 0;
+    for (int i = 0; i <= kAhead; i++) words[i] = 0;
     if (walk.goes_on()) walk.start();
-    bool over = false;
 #pragma unroll 1
     for (int step = 0;; step++) {
 #pragma unroll
-      for (int i = 0; i < kAhead; i++) words[i] = words[i + 1], across[i] = across[i + 1];
-      words[kAhead] = walk.word(), across[kAhead] = walk.goes_on() ? walk.across() : 0;
-      if (!over) {
+      for (int i = 0; i < kAhead; i++) words[i] = words[i + 1];
+      words[kAhead] = kOfGradient ? walk.word() : walk.goes_on() ? walk.across() : -1;
+      if (words[kAhead - 1] >= 0) {
         pipeline.producer_acquire(next);
         uint4* const to = operands + place * kPitch;
         if (walk.goes_on()) {
@@ -222,18 +223,16 @@ struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, 
             if constexpr (kOfGradient) Base::copy_gradient(to, walk, i);
             else Base::copy_input(to, walk, i);
           Base::advance(walk);
-        } else {
-          over = true;
         }
         next.advance(), place = place + 1 == kPlaces ? 0 : place + 1;
       }
       commit_copies();  // an empty group too, so that a count of pending groups means the same each time
       if (step < kAhead) continue;
       await_copies<kAhead>();
-      if (!kOfGradient && kTail > 0 && across[0] % kTailPixels) {
+      if (!kOfGradient && kTail > 0 && words[0] > 0 && words[0] % kTailPixels) {
 #pragma unroll
         for (int i = group; i < kWarps; i += kGroupWarps)
-          Base::StagedInput::store_tails(operands + ready_place * kPitch, i, across[0]);
+          Base::StagedInput::store_tails(operands + ready_place * kPitch, i, words[0]);
       }
       if (threadIdx.x == 0) pipeline.pixels[ready.stage] = words[0];
       pipeline.producer_commit(ready);

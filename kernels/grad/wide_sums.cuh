@@ -106,7 +106,7 @@ pack_again_kernel(Units units, Source source, int64_t height, int64_t width) {
 
 // Sums over a share of all strips, in sums (kCount, splits, kChannels). A lane's few values of a strip are
 // summed as they are, strips in double: what cancels leaves no rounding errors of large sums. Raises
-// largest[n]; and writes g, unless there are NoUnits. Grid: splits, blocks of channels.
+// largest[n], where it is there; and writes g, unless there are NoUnits. Grid: splits, blocks of channels.
 template <class Source, int kChannels, class Units>
 __global__ void __launch_bounds__(kThreads, 2)
 gradient_sums_kernel(double* sums, uint32_t* largest, Units units, Source source, int64_t N, int64_t height,
@@ -154,7 +154,7 @@ gradient_sums_kernel(double* sums, uint32_t* largest, Units units, Source source
         for (int k = 0; k < kCount; k++) own_sums[k][c] += of_strip[k][c];
     }
     const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest_of_sample));
-    if (lane == 0) atomicMax(&largest[n], bits);
+    if (lane == 0 && largest) atomicMax(&largest[n], bits);
   }
 #pragma unroll
   for (int c = 0; c < 8; c++) {
@@ -174,8 +174,8 @@ gradient_sums_kernel(double* sums, uint32_t* largest, Units units, Source source
 
 // The gradients of as many parameters as the tail gives, the first that of v's bias, each by channel or of
 // all channels together: in double and in a fixed order. largest_g (2, N): the bits of each sample's largest
-// finite magnitude of g, and of what was seen of it ahead. units: of g, or without elements where nobody wants
-// them, or the build takes none.
+// finite magnitude of g, and of what was seen of it ahead. units: of g, where the build takes them. Neither has
+// elements where nobody wants them.
 template <class Build, class Source, class... Parameters>
 void sum_gradients(const Gradients<Source>& g, Out<int32_t> largest_g, Out<int32_t> units, cudaStream_t stream,
                    const Parameters&... d_parameters) {
@@ -186,17 +186,17 @@ void sum_gradients(const Gradients<Source>& g, Out<int32_t> largest_g, Out<int32
   const RowSums of_parameters[] = {{d_parameters.data, d_parameters.numel()}...};
   for (const RowSums& each : of_parameters)
     expect(each.count == 1 || each.count == kChannels, "a gradient for each channel, or one for all");
-  expect(largest_g.numel() == 2 * g.N, "two magnitudes of each sample");
+  expect(largest_g.numel() == (largest_g.empty() ? 0 : 2 * g.N), "two magnitudes of each sample");
   const int64_t splits = splits_for(g, 8 * device_attribute(cudaDevAttrMultiProcessorCount) / kBlocks);
   const Scratch<double> sums(kCount * splits * kChannels, stream);
   uint32_t* const largest = reinterpret_cast<uint32_t*>(largest_g.data);
-  cudaMemsetAsync(largest, 0, 2 * g.N * 4, stream);
+  if (largest) cudaMemsetAsync(largest, 0, 2 * g.N * 4, stream);
   const auto sum = [&](const auto& written) {
     using Written = std::decay_t<decltype(written)>;
     gradient_sums_kernel<Source, kChannels, Written><<<dim3(splits, kBlocks), kThreads, 0, stream>>>(
         sums, largest, written, g.source, g.N, g.height, g.width);
   };
-  if (!kTakesUnits<Build> || units.numel() == 0) {
+  if (!kTakesUnits<Build> || units.empty()) {
     sum(NoUnits{});
   } else if constexpr (kTakesUnits<Build>) {
     using Of = Units<typename Build::Operands, kChannels>;

@@ -41,10 +41,13 @@ struct Step {
   SampleScales scales;
 };
 
-// By wgmma: 8 channels of a row of x as they are, on their way to shared memory in the background.
-template <class T> struct RawGroup {
+// By wgmma: 8 channels of a row of x as they are, on their way to shared memory in the background; and what a
+// walk says of the step then.
+template <class T> struct alignas(16) RawGroup {
   T values[8][kStrip];
   T edge[64];  // pixel·8 + channel
+  int across;
+  float scale;
 };
 
 // The source is g's.
@@ -243,12 +246,10 @@ struct WideWeight : Operands {
 #pragma unroll
       for (int k = 0; k < int(sizeof(edge) / sizeof(value_t)); k++) edge[k] = from.edge[(lane + k * 32) % 64];
     }
-    // To a slot, as operands.
-    __device__ __forceinline__ void store(uint4* slot, int group, const Step& step) const {
+    // To a slot, as operands under a scale, of a strip that is so many pixels across.
+    __device__ __forceinline__ void store(uint4* slot, int group, int across, float scale) const {
       const int lane = threadIdx.x % 32;
-      const auto operand = [&](float value) {
-        return kScaled ? Operands::scaled(value, step.scales.input) : value;
-      };
+      const auto operand = [&](float value) { return kScaled ? Operands::scaled(value, scale) : value; };
       uint4* const to = slot + group * kInputPitch;
 #pragma unroll
       for (int i = 0; i < kLanePixels; i++) {
@@ -266,7 +267,7 @@ struct WideWeight : Operands {
           reinterpret_cast<operand_t*>(to + part * kWarps * kInputPitch + kStrip + i / 8)[i % 8] =
               parts.part[part];
       }
-      if (kTail > 0 && step.across % kTailPixels) store_tails(slot, group, step.across);
+      if (kTail > 0 && across % kTailPixels) store_tails(slot, group, across);
     }
 
     // Each column's last pixels, from the channel group as it lies in the slot.

@@ -137,7 +137,7 @@ struct WideWeightSm80 : WideWeight<Filter, Operands, Target, Source, false> {
     const auto store = [&](int step) {
       if (staged.pixels < 0) return;
       gradient.store(gradients + step % kStages * kStage, warp, staged, source.tail);
-      input.store(shared + step % kSlots * kSlot, warp, staged);
+      input.store(shared + step % kSlots * kSlot, warp, staged.across, staged.scales.input);
     };
     load();
     store(0);

@@ -25,7 +25,7 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
   // Of the first; the other has the rest.
   static constexpr int kConsumerTaps = ceil_div(kBlockTaps, kConsumers);
   // Registers of a thread; at first all have the same.
-  static constexpr int kProducerRegisters = 80, kConsumerRegisters[kConsumers] = {192, 160};
+  static constexpr int kProducerRegisters = 72, kConsumerRegisters[kConsumers] = {200, 168};
   static_assert(kProducerRegisters * 2 + kConsumerRegisters[0] + kConsumerRegisters[1] <= 65536 / kWarpgroup);
   static constexpr int kThreadSums = kConsumerTaps * 8 * 4;
   // Which of a block's sums is sum i of a consumers' thread.
@@ -64,10 +64,13 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
       if (said < 0) break;
       const int pixels = scale.pixels(said, &sums[0][0]);
       if (pixels > 0 && kTaps > 0) {
+        uint32_t fragments[2][4];  // of 16 pixels, and of the next
+        const auto load = [&](int k) {
+          load_matrices_transposed(fragments[k % 2], of_lane + 16 * (state.stage * kStage + k * 16));
+        };
+        load(0);
 #pragma unroll
         for (int k = 0; k < kStrip / 16; k++) {
-          uint32_t gradient[4];
-          load_matrices_transposed(gradient, of_lane + 16 * (state.stage * kStage + k * 16));
           begin_products();
           // Whole columns of 16 pixels as they lie, those at the end of a row from its tails, and zeros past
           // it.
@@ -81,11 +84,14 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
           for (int i = 0; i < kTaps; i++) {
             const int row = (kFirst + i) / kTapColumns, column = (kFirst + i) % kTapColumns;
             const uint32_t at = from + slot_pitch * Base::slot_of(step, row) + column * column_pitch;
-            multiply_add_transposed<operand_t>(sums[i], gradient, describe_transposed(at, pitch));
+            multiply_add_transposed<operand_t>(sums[i], fragments[k % 2], describe_transposed(at, pitch));
           }
           commit_products();
-          await_products<0>();  // then may the next fragment come to the same registers
+          if (k + 1 == kStrip / 16) break;
+          await_products<1>();  // those that read the registers of the next but one
+          load(k + 1);
         }
+        await_products<0>();
       }
       __syncwarp();  // all lanes have read
       pipeline.consumer_release(state);
@@ -178,23 +184,22 @@ struct UnitsWeightSm90 : WideWeightSm90<Filter, Operands, Target, GradientUnits<
     const int common, group;
     const int64_t H, W, end;
     int64_t tile;
-    SampleScales scales;
+    float scale = 1.f;  // of the sample's x
     int pixels, row, first, stop;
     const uint4* g;
     const value_t* x;
 
     __device__ __forceinline__ bool goes_on() const { return tile < end; }
     __device__ __forceinline__ bool ahead() const { return row < first; }
-    __device__ __forceinline__ Step step() const {
-      if (!goes_on()) return {};
-      const int across = min(pixels, kStrip);
-      return {ahead() ? 0 : across, across, scales};
+    // How far across the step's strip is, and the negative of that where there is no g; 0 where there is no step.
+    __device__ __forceinline__ int across() const {
+      return !goes_on() ? 0 : ahead() ? -min(pixels, kStrip) : min(pixels, kStrip);
     }
     __device__ __forceinline__ void start() {
       const StripPlace at = Base::start_column(*this);
       if constexpr (kScaled) {
         const int fitting = min(top_exponent(largest_x[at.n]), common - source.scales.last(at.n));
-        scales.input = power_of_two(max(fitting, -126));
+        scale = power_of_two(max(fitting, -126));
       }
       const int64_t of_g = at.n * ceil_div(kChannelsOut, 8) + place.channel_out / 8 + group;
       const int64_t of_x = at.n * kChannelsIn + place.channel_in + group * 8;
@@ -216,16 +221,13 @@ struct UnitsWeightSm90 : WideWeightSm90<Filter, Operands, Target, GradientUnits<
   // Fills the pipeline. raw: the warp's, a step's each.
   static __device__ __forceinline__ void produce(Walk& walk, const StepPipeline& pipeline, uint4* inputs,
                                                  uint4* gradients, Raw (&raw)[kAhead + 1]) {
-    Step steps[kAhead + 1];  // that is staged, and those that are on their way
     PipelineState<kStages> next, ready;
     int slot = 0, place = 0;  // of raw: the next step's; of x: that of the step that is staged
     bool over = false;
     if (walk.goes_on()) walk.start();
 #pragma unroll 1
     for (int step = 0;; step++) {
-#pragma unroll
-      for (int i = 0; i < kAhead; i++) steps[i] = steps[i + 1];
-      steps[kAhead] = walk.step();
+      if (threadIdx.x % 32 == 0) raw[slot].across = walk.across(), raw[slot].scale = walk.scale;
       if (!over) {
         pipeline.producer_acquire(next);
         over = !walk.goes_on();
@@ -240,17 +242,17 @@ struct UnitsWeightSm90 : WideWeightSm90<Filter, Operands, Target, GradientUnits<
       slot = slot == kAhead ? 0 : slot + 1;
       if (step < kAhead) continue;
       await_copies<kAhead>();
-      __syncwarp();  // all lanes' copies are there
-      const int pixels = steps[0].pixels;
-      if (threadIdx.x == 0) pipeline.pixels[ready.stage] = pixels;
-      if (pixels >= 0) {
+      __syncwarp();  // all lanes' copies are there, and the step's word
+      const int across = raw[slot].across;
+      if (threadIdx.x == 0) pipeline.pixels[ready.stage] = across == 0 ? -1 : max(across, 0);
+      if (across != 0) {
         StagedInput staged;
         staged.load(raw[slot]);
-        staged.store(inputs + place * kSlot, walk.group, steps[0]);
+        staged.store(inputs + place * kSlot, walk.group, abs(across), raw[slot].scale);
       }
       __syncwarp();  // all lanes have read what is copied over next
       pipeline.producer_commit(ready);
-      if (pixels < 0) return;
+      if (across == 0) return;
       ready.advance(), place = place + 1 == kSlots ? 0 : place + 1;
     }
   }
