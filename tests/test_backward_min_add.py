@@ -364,7 +364,9 @@ def test_another_tail(split, architecture, guarded, folder):
     y = x.new_empty(3, 20, 7, 69)
     mask = x.new_empty(3, 7, 2, 20, 4, dtype=torch.int32)  # (N, H, strips of 64 columns, C, 4): grad_mask.cuh
     largest, largest_g = x.new_empty(3, dtype=torch.int32), x.new_empty(6, dtype=torch.int32)
-    units = x.new_empty(0 if split else 3 * 3 * 7 * 69 * 4, dtype=torch.int32)  # of 8 channels, the last 4 of which there aren't
+    units = x.new_empty(
+        0 if split else 3 * 3 * 7 * 69 * 4, dtype=torch.int32
+    )  # of 8 channels, the last 4 of which there aren't
     x[1, :, 2, 3], x[2, 1, 4, 5] = -INF, NAN
     kernels.forward(y, largest, mask, x, weight, bias)
     rounded = (lambda t: t) if split else tf32
@@ -421,7 +423,12 @@ def test_only_what_is_asked_for(architecture, gpu, runs_tf32, monkeypatch):
     """What nobody would read is not written: units of g where no gradient is asked for that takes them."""
     model, x = small(MIN_ADD)
     gpu(architecture=architecture)
-    expected, ran, empty, launch = numerics.results(numerics.twin_of(model, "fused"), x), [], [], composed.Plan._launch
+    expected, ran, empty, launch = (
+        numerics.results(numerics.twin_of(model, "fused"), x),
+        [],
+        [],
+        composed.Plan._launch,
+    )
 
     def launched(*given):
         made = launch(*given)

@@ -29,7 +29,7 @@ struct PackedGradient {
 };
 
 // The exponents of the samples, as they were packed at last. One block.
-inline __global__ void exponents_kernel(uint32_t* exponents, Scales scales, int64_t N) {
+template <class Scales> __global__ void exponents_kernel(uint32_t* exponents, Scales scales, int64_t N) {
 #if __CUDA_ARCH__ >= 800
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) exponents[n] = uint32_t(scales.last(n));
 #endif
