@@ -398,7 +398,8 @@ def test_networks_at_their_full_sizes(channels, extent, cut, gpu, monkeypatch): 
             ways = own.fastest(segment, x, weight, dx, True, in_units=False, last=True)
         return ways
 
-    assert found(3, torch.float32) == (None, own.PACKS)
+    # Of 512 channels at 7 x 7 sums are merged for too long.
+    assert found(3, torch.float32) == (None, own.PACKS if extent > 7 else None)
     assert found(1, torch.float32) == found(3, torch.bfloat16) == (None, None)
 
 

@@ -120,9 +120,10 @@ LIBRARY_WEIGHT_FLOAT32 = 60e6
 LIBRARY_VOLUMES_WEIGHT = {(4, True): (0.3e6, 41e6), (4, False): (2.5e6, 200e6), (2, False): (5e6, 700e6)}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
 LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
-# By lines (kernels/grad/packed_lines.cuh), predicted: of each 64 positions twice as many bytes come to shared memory, whose bandwidth products take
+# By lines (kernels/grad/packed_lines.cuh): of each 64 positions twice as many bytes come to shared memory, whose bandwidth products take
 # whole; and of a plane's x alone, positions that take as long as so many with products.
 LINES_OPERATIONS, LINES_AHEAD = 450e6, 24
+LINES_START, LINES_MERGED = 10, 2.5  # µs, and of each MB of filters (trials/weight_gradient_last.json)
 INPUT_OPERATIONS = {True: 560e6, False: 320e6}
 # The library's of x, of volumes in TF32, of which it computes 128 channels in at once below 32, and 32 channels out (fitted to its kernels in
 # trials/input_gradients.json: 46e6 to 122e6; with 3 channels in half of that); of images with few channels, for each, at least as of 8 (24e6 of 8, in float32 7e6 of 8, 18e6 of 16).
@@ -313,6 +314,8 @@ def _own_weight_gradient(image, filters, size, itemsize: int, how: Differentiate
     packed = (itemsize + 2) * x + (itemsize + 4 if how.packs else 2) * dz
     moved = packed * (1 + split) + 4 * sums * count * splits  # sums are merged
     found = WEIGHT_LAUNCHES[how.last][itemsize] * PACKING_START + moved / bytes_a_time
+    if how.later is not None:
+        found += (LINES_START + LINES_MERGED * 4e-6 * math.prod(filters)) / device.scale.compute
     return found + max(products, read * (1 + split) / bytes_a_time)
 
 

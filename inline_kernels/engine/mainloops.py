@@ -458,7 +458,9 @@ def _narrow3d(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
 def _wide(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
     """Of two sinks one that stores is what wide.cuh calls `keep`."""
     kept = [sink for sink in sinks if sink.kind == "store"][: len(sinks) - 1]
-    (sink,) = [sink for sink in sinks if sink not in kept]
+    sink, *more = [sink for sink in sinks if sink not in kept]
+    if more:
+        raise Unsupported("two sinks that store nothing")
     kind, keep = "store::Nothing", "store::Nothing{}"
     for each in kept:
         kind = f"conv::KeptRows<Build, {each.element}, {each.tail}>"
@@ -631,7 +633,7 @@ MAINLOOPS = (
         2,
         headers=("conv/wide.cuh",),
         declared=f"{_FILTER}\n"
-        "using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT, JOINED>;\n"
+        "using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, COUNTS_IN_INT, JOINED>;\n"
         "using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;",
         launch=["conv::pointwise<Build>(x, weight, stream, {stored});"],
         obstacle=_wide_obstacle,

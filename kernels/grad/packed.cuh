@@ -16,17 +16,18 @@ constexpr int kRoom = 6;
 struct Scales {
   uint32_t *seen, *largest;  // (N)
 
-  // The exponent under which a sample is packed first; and that under which it is packed at last.
-  static __device__ __forceinline__ int first(uint32_t seen) {
+  // The exponent under which a sample is packed first; and that under which it is packed at last. (By another name
+  // than those of a number n, which an unsigned one would not find.)
+  static __device__ __forceinline__ int first_of(uint32_t seen) {
     return max(conv::top_exponent(seen) - kRoom, -126);
   }
-  static __device__ __forceinline__ int last(uint32_t seen, uint32_t largest) {
+  static __device__ __forceinline__ int last_of(uint32_t seen, uint32_t largest) {
     constexpr int kLowest = conv::Operands<float, false>::kLowest;
-    const int fitting = conv::top_exponent(largest), slack = fitting - first(seen);
-    return largest == 0 || (slack >= 0 && slack <= tensor_core::kTop - kLowest) ? first(seen) : fitting;
+    const int fitting = conv::top_exponent(largest), slack = fitting - first_of(seen);
+    return largest == 0 || (slack >= 0 && slack <= tensor_core::kTop - kLowest) ? first_of(seen) : fitting;
   }
-  __device__ __forceinline__ int first(int64_t n) const { return first(seen[n]); }
-  __device__ __forceinline__ int last(int64_t n) const { return last(seen[n], largest[n]); }
+  __device__ __forceinline__ int first(int64_t n) const { return first_of(seen[n]); }
+  __device__ __forceinline__ int last(int64_t n) const { return last_of(seen[n], largest[n]); }
 };
 
 // Elements of T that g takes, in units and, where they are scaled, Scales: of channels a multiple of 8.

@@ -54,18 +54,19 @@ struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, 
     constexpr int kPlaces = kOfGradient ? kStages : kSlots, kPitch = kOfGradient ? kStage : kSlot;
     const int group = threadIdx.x / 32 % kGroupWarps;
     PipelineState<kStages> next, ready;
-    int words[kAhead + 1], across[kAhead + 1];  // of the steps that are on their way, the last one last
+    // Of the steps that are on their way, the last one last: of g what consumers are told, of x how far across
+    // a step is, or -1 where the walk has ended.
+    int words[kAhead + 1];
     int place = 0, ready_place = 0;
 #pragma unroll
-    for (int i = 0; i <= kAhead; i++) words[i] = 0, across[i] = 0;
+    for (int i = 0; i <= kAhead; i++) words[i] = 0;
     if (walk.goes_on()) walk.start();
-    bool over = false;
 #pragma unroll 1
     for (int step = 0;; step++) {
 #pragma unroll
-      for (int i = 0; i < kAhead; i++) words[i] = words[i + 1], across[i] = across[i + 1];
-      words[kAhead] = walk.word(), across[kAhead] = walk.goes_on() ? walk.across() : 0;
-      if (!over) {
+      for (int i = 0; i < kAhead; i++) words[i] = words[i + 1];
+      words[kAhead] = kOfGradient ? walk.word() : walk.goes_on() ? walk.across() : -1;
+      if (words[kAhead - 1] >= 0) {
         pipeline.producer_acquire(next);
         uint4* const to = operands + place * kPitch;
         if (walk.goes_on()) {
@@ -74,18 +75,16 @@ struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, 
             if constexpr (kOfGradient) Base::copy_gradient(to, walk, i);
             else Base::copy_input(to, walk, i);
           Base::advance(walk);
-        } else {
-          over = true;
         }
         next.advance(), place = place + 1 == kPlaces ? 0 : place + 1;
       }
       commit_copies();  // an empty group too, so that a count of pending groups means the same each time
       if (step < kAhead) continue;
       await_copies<kAhead>();
-      if (!kOfGradient && kTail > 0 && across[0] % kTailPixels) {
+      if (!kOfGradient && kTail > 0 && words[0] > 0 && words[0] % kTailPixels) {
 #pragma unroll
         for (int i = group; i < kWarps; i += kGroupWarps)
-          Base::StagedInput::store_tails(operands + ready_place * kPitch, i, across[0]);
+          Base::StagedInput::store_tails(operands + ready_place * kPitch, i, words[0]);
       }
       if (threadIdx.x == 0) pipeline.pixels[ready.stage] = words[0];
       pipeline.producer_commit(ready);
@@ -115,15 +114,7 @@ struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, 
       if (threadIdx.x < kThreads / 2) produce<true>(walk, pipeline, gradients);
       else produce<false>(walk, pipeline, shared);
     } else {
-      partial += (int64_t(blockIdx.x) * kBlocks + blockIdx.y) * kThreadSums * kThreads;
-      const uint32_t inputs = shared_address(shared), of_gradients = shared_address(gradients);
-      if (threadIdx.x < kThreads + kWarpgroup) {
-        take_registers_to<kConsumerRegisters[0]>();
-        Base::template consume<0>(partial, pipeline, inputs, of_gradients, shared_address(zeros));
-      } else {
-        take_registers_to<kConsumerRegisters[1]>();
-        Base::template consume<kConsumerTaps>(partial, pipeline, inputs, of_gradients, shared_address(zeros));
-      }
+      Base::consume(partial, pipeline, shared);
     }
   }
 
@@ -259,7 +250,6 @@ void of_units(const Out<typename Build::value_t>& dweight, const uint4* g, const
   using Filter = typename Build::Filter;
   using Source = Packed<typename Build::Operands, Filter::kOut, Scales>;
   using Loop = typename PackedLoop<Filter, typename Build::Operands, typename Build::Target, Source, Cut>::Loop;
-  static_assert(Filter::kOut % 8 == 0, "whole units");
   constexpr bool kLast = Lying::kWeight == Lies::kLast;
   if constexpr (Cut::kLines)
     conv::expect((Loop::kTapRows - 1) * sizes.of_g[2] <= Cut::kLater * kStrip, "rows as short as is compiled for");
@@ -277,6 +267,31 @@ void of_units(const Out<typename Build::value_t>& dweight, const uint4* g, const
   merge_packed_kernel<Loop, kLast><<<merged, kThreads, 0, stream>>>(dweight, partial, source, splits, N);
 }
 
+// Packs x as it lies. scales: zeros.
+template <class Build, class Around, Lies kX>
+void pack_x(uint4* packed, const conv::Scales<Finite<typename Build::Operands>>& scales, const In<typename Build::value_t>& x,
+            const conv::Lattice& at, cudaStream_t stream) {
+  using Operands = typename Build::Operands;
+  using OfX = conv::Views<typename Build::Filter, Finite<Operands>>;
+  if constexpr (kX == Lies::kLast) pack_last(PackedLast<OfX>{packed, scales, x, at}, stream);
+  else if constexpr (Around::kAny || Operands::kSplit) conv::pack_views<OfX>(packed, scales, x, at, stream);
+  else conv::pack_input<PackedInput<typename Build::Filter, Operands>>(packed, scales.largest, x, scales.N, at.sample, stream);
+}
+
+// dweight, of g in units of one part or several, and of x as it lies.
+template <class Build, class Around, class Lying, class Cut, class Scales>
+void of_units(const Out<typename Build::value_t>& dweight, const uint4* g, const Scales& scales, const In<typename Build::value_t>& x,
+              const PackedSizes<typename Build::Filter, Around, Lying::kX>& sizes, cudaStream_t stream) {
+  using Operands = Finite<typename Build::Operands>;
+  const int64_t N = x.size(0);
+  const Scratch<uint32_t> magnitudes(N, stream);
+  const Scratch<uint4> packed(N * conv::Views<typename Build::Filter, Operands>::kUnits * sizes.at.sample, stream);
+  const conv::Scales<Operands> of_x{magnitudes, N};
+  cudaMemsetAsync(magnitudes, 0, N * sizeof(uint32_t), stream);
+  pack_x<Build, Around, Lying::kX>(packed, of_x, x, sizes.at, stream);
+  of_units<Build, Lying, Cut>(dweight, g, scales, packed, of_x, sizes, stream);
+}
+
 // dweight, of g as it lies: packed_size in units of one part, or a tensor.
 template <class Build, class Around, class Lying, class Cut>
 void packed_weight(const Out<typename Build::value_t>& dweight, const In<typename Build::value_t>& g,
@@ -286,37 +301,31 @@ void packed_weight(const Out<typename Build::value_t>& dweight, const In<typenam
   using Operands = typename Build::Operands;
   using OfX = conv::Views<Filter, Finite<Operands>>;
   using OfG = conv::Views<conv::Filter<Filter::kOut, 1, 1, 1>, Finite<OfGradient<Operands>>>;
-  constexpr bool kPacksG = Lying::kG != Lies::kUnits;
+  static_assert(Filter::kOut % 8 == 0, "whole units");
   const PackedSizes<Filter, Around, Lying::kX> sizes(x);
-  const int64_t N = x.size(0), positions = sizes.positions(), of_g = N * (Filter::kOut / 8) * Operands::kParts * positions;
-  const Scratch<uint32_t> magnitudes(3 * N, stream);  // of x; of g, and of what is seen of it
-  const Scratch<uint4> packed_x(N * OfX::kUnits * sizes.at.sample, stream), packed_g(kPacksG ? of_g : 0, stream);
-  const conv::Scales<Finite<Operands>> input_scales{magnitudes, N};
-  cudaMemsetAsync(magnitudes, 0, (kPacksG ? 3 : 1) * N * sizeof(uint32_t), stream);
-  const auto pack_x = [&] {
-    if constexpr (Lying::kX == Lies::kLast) pack_last(PackedLast<OfX>{packed_x, input_scales, x, sizes.at}, stream);
-    else if constexpr (Around::kAny || Operands::kSplit) conv::pack_views<OfX>(packed_x, input_scales, x, sizes.at, stream);
-    else conv::pack_input<PackedInput<Filter, Operands>>(packed_x, magnitudes, x, N, sizes.at.sample, stream);
-  };
-  if constexpr (kPacksG) {
-    conv::expect(g.numel() == N * Filter::kOut * positions && positions * (Filter::kOut / 8) <= kMostUnits, "g of the result's sizes");
-    const conv::Scales<Finite<OfGradient<Operands>>> scales{magnitudes + N, N};
-    const conv::Lattice at = sizes.of_result();
-    if constexpr (Lying::kG == Lies::kLast && Lying::kX == Lies::kLast) {
-      pack_both_last(PackedLast<OfG>{packed_g, scales, g, at}, PackedLast<OfX>{packed_x, input_scales, x, sizes.at}, stream);
-    } else {
-      if constexpr (Lying::kG == Lies::kLast) pack_last(PackedLast<OfG>{packed_g, scales, g, at}, stream);
-      else conv::pack_views<OfG>(packed_g, scales, g, at, stream);
-      pack_x();
-    }
-    of_units<Build, Lying, Cut>(dweight, packed_g, scales, packed_x, input_scales, sizes, stream);
-  } else {
+  const int64_t N = x.size(0), positions = sizes.positions();
+  if constexpr (Lying::kG == Lies::kUnits) {
     static_assert(!Operands::kSplit, "units are of one part");
     conv::expect(g.numel() == packed_size<value_t>(N, Filter::kOut, positions), "g in units");
     value_t* const given = const_cast<value_t*>(g.data);
-    pack_x();
-    of_units<Build, Lying, Cut>(dweight, reinterpret_cast<const uint4*>(given), scales_of(given, N, Filter::kOut, positions), packed_x,
-                                input_scales, sizes, stream);
+    of_units<Build, Around, Lying, Cut>(dweight, reinterpret_cast<const uint4*>(given), scales_of(given, N, Filter::kOut, positions), x,
+                                        sizes, stream);
+  } else {
+    conv::expect(g.numel() == N * Filter::kOut * positions && positions * (Filter::kOut / 8) <= kMostUnits, "g of the result's sizes");
+    const Scratch<uint32_t> magnitudes(3 * N, stream);  // of x; of g, and of what is seen of it
+    const Scratch<uint4> packed_x(N * OfX::kUnits * sizes.at.sample, stream), packed_g(N * OfG::kUnits * positions, stream);
+    const conv::Scales<Finite<Operands>> of_x{magnitudes, N};
+    const conv::Scales<Finite<OfGradient<Operands>>> scales{magnitudes + N, N};
+    const conv::Lattice at = sizes.of_result();
+    cudaMemsetAsync(magnitudes, 0, 3 * N * sizeof(uint32_t), stream);
+    if constexpr (Lying::kG == Lies::kLast && Lying::kX == Lies::kLast) {
+      pack_both_last(PackedLast<OfG>{packed_g, scales, g, at}, PackedLast<OfX>{packed_x, of_x, x, sizes.at}, stream);
+    } else {
+      if constexpr (Lying::kG == Lies::kLast) pack_last(PackedLast<OfG>{packed_g, scales, g, at}, stream);
+      else conv::pack_views<OfG>(packed_g, scales, g, at, stream);
+      pack_x<Build, Around, Lying::kX>(packed_x, of_x, x, sizes.at, stream);
+    }
+    of_units<Build, Lying, Cut>(dweight, packed_g, scales, packed_x, of_x, sizes, stream);
   }
 }
 

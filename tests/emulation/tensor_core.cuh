@@ -166,10 +166,7 @@ inline uint32_t described_transposed(uint64_t operand, int half, int column) {
   return two[0] | uint32_t(two[1]) << 16;
 }
 template <class Operand = half_t, int kTiles>
-void multiply_add_transposed(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate = true) {
-  const int row = threadIdx.x / 32 % 4 * 16 + emulation::lane() / 4;
-  const uint32_t of_a[] = {described_transposed(a, 0, row), described_transposed(a, 0, row + 8),
-                           described_transposed(a, 1, row), described_transposed(a, 1, row + 8)};
+void multiply_add_transposed(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate = true) {
   static_assert(kTiles <= emulation::kMostTiles);
   uint32_t of_b[kTiles][2];
   for (int j = 0; j < kTiles; j++) {
@@ -177,7 +174,7 @@ void multiply_add_transposed(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool
     of_b[j][0] = described_transposed(b, 0, column), of_b[j][1] = described_transposed(b, 1, column);
     if (!accumulate) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0;
   }
-  emulation::products(d, of_a, of_b[0], kTiles, std::is_same_v<Operand, bfloat16_t>);
+  emulation::products(d, a, of_b[0], kTiles, std::is_same_v<Operand, bfloat16_t>);
 }
 
 // -------------------------------------------------------------------------------------------- floating point

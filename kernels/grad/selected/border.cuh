@@ -187,15 +187,18 @@ template <class P> struct Bordering : Composing<P> {
     }
   };
 
-  // Grid: samples, of which there may be more than a grid has rows; edges and, last, all corners.
+  // Grid: samples, of which there may be more than a grid has rows; all corners, and edges. What takes longest
+  // comes first, so that it is not what the others wait for: a thread of a corner's has one load after the
+  // other, and a column's pixels lie in as many sectors.
   __device__ __forceinline__ static void add_border(value_t* dx, const value_t* x, const float* shift, Composed composed, Geometry geometry) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float level[kInputChannels];
     __shared__ float halves[kBorderPixels][kInputChannels + 1];
     const Border border{dx, x, shift, composed, geometry};
-    if (blockIdx.y == kEdges) return border.add_corners();
-    const bool down = blockIdx.y >= 2 * kHaloH;
-    const int own = down ? blockIdx.y - 2 * kHaloH : blockIdx.y;
+    if (blockIdx.y == 0) return border.add_corners();
+    const int at = int(blockIdx.y) - 1;  // of the columns, and the rows behind them
+    const bool down = at < 2 * kHaloW;
+    const int own = down ? at : at - 2 * kHaloW;
     float* const filter = reinterpret_cast<float*>(shared);
     const Edge edge{border, down, range_of(down ? kHaloH : own + (own >= kHaloH), kHaloH, geometry.H),
                     range_of(down ? own + (own >= kHaloW) : kHaloW, kHaloW, geometry.W), filter,
