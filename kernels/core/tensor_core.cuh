@@ -356,7 +356,12 @@ __device__ __forceinline__ void multiply_add(float (&d)[8][4], const uint32_t (&
                                              bool accumulate = true) {
   WGMMA_OF_OPERAND(64, "%37", "{%32, %33, %34, %35}, %36, accumulate, 1, 1, 0", FRAGMENT(a), "l"(b));
 }
-// B as by describe_transposed.
+// B, and A where it isn't in registers, as by describe_transposed.
+template <class Operand = half_t>
+__device__ __forceinline__ void multiply_add_transposed(float (&d)[8][4], uint64_t a, uint64_t b,
+                                                        bool accumulate = true) {
+  WGMMA_OF_OPERAND(64, "%34", "%32, %33, accumulate, 1, 1, 1, 1", "l"(a), "l"(b));
+}
 template <class Operand = half_t>
 __device__ __forceinline__ void multiply_add_transposed(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b,
                                                         bool accumulate = true) {

@@ -23,9 +23,12 @@ template <class Filter, class Operands, class Target, class Source, int kLater>
 struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, Target, Source>> {
   using Base = PackedStages<Filter, WideWeightSm90<Filter, Operands, Target, Source>>;
   using typename Base::BlockPlace, typename Base::operand_t;
-  using Base::kBlocks, Base::kBlockTaps, Base::kBlockThreads, Base::kChannelsOut, Base::kConsumerRegisters, Base::kConsumerTaps,
-      Base::kGroupsIn, Base::kGroupsOut, Base::kOfPlane, Base::kProducerRegisters, Base::kScaled, Base::kSplit, Base::kTapColumns,
+  using Base::kBlocks, Base::kBlockTaps, Base::kBlockThreads, Base::kChannelsOut, Base::kConsumerTaps,
+      Base::kGroupsIn, Base::kGroupsOut, Base::kOfPlane, Base::kScaled, Base::kSplit, Base::kTapColumns,
       Base::kTapRows, Base::kThreadSums;
+
+  static constexpr int kProducerRegisters = 80, kConsumerRegisters[] = {192, 160};
+  static_assert(kProducerRegisters * 2 + kConsumerRegisters[0] + kConsumerRegisters[1] <= 65536 / kWarpgroup);
 
   // Shared memory, in units: a ring of x [column][channel group][position], whose first positions lie behind its end, too, so that
   // a product's 16 are side by side everywhere; of each stage g [channel group][position], and tails [tap][channel group][position].
@@ -164,9 +167,6 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
     constexpr int kTaps = kBlockTaps - kFirst < kConsumerTaps ? kBlockTaps - kFirst : kConsumerTaps;
     float sums[kConsumerTaps][8][4] = {};
     PipelineState<kStages> state;
-    // As WideWeightSm90's: g's fragments of 16 positions, and of the next, are all taps'.
-    const int lane = threadIdx.x % 32, group = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-    const uint32_t of_lane = stages + 16 * (group * kStrip + lane / 16 * 8 + lane % 8);
     OwnScale<kConsumerTaps * 8> scale;
     int slot = kSlots - kLater;  // of the step's own positions
 #pragma unroll 1
@@ -176,16 +176,13 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
       const int said = __shfl_sync(0xffffffffu, pipeline.pixels[state.stage], 0);
       if (said < 0) break;
       const int pixels = scale.pixels(said, &sums[0][0]);
-      const uint32_t tails = stages + 16 * (kStage * state.stage + kWarps * kStrip);
+      const uint32_t gradients = stages + 16 * kStage * state.stage, tails = gradients + 16 * kWarps * kStrip;
       if (kTaps > 0 && pixels > 0) {
-        uint32_t fragments[2][4];
-        const auto load = [&](int k) {
-          load_matrices_transposed(fragments[k / kDeep % 2], of_lane + 16 * (kStage * state.stage + k));
-        };
-        load(0);
 #pragma unroll
         for (int k = 0; k < kStrip; k += kDeep) {
+          if (k >= pixels) break;
           begin_products();
+          const uint64_t gradient = describe_transposed(gradients + 16 * k, 16 * kStrip);
           const bool whole = pixels - k >= kDeep;
 #pragma unroll
           for (int i = 0; i < kTaps; i++) {
@@ -193,13 +190,10 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
             const int at = slot * kStrip + k + row * width;  // less than twice round
             uint32_t from = ring + 16 * (column * kWarps * kPitch + (at < kRing ? at : at - kRing)), pitch = 16 * kPitch;
             if (row < kTapRows - 1 && !whole) from = tails + 16 * (kFirst + i) * kOfTail, pitch = 16 * kDeep;
-            multiply_add_transposed<operand_t>(sums[i], fragments[k / kDeep % 2], describe_transposed(from, pitch));
+            multiply_add_transposed<operand_t>(sums[i], gradient, describe_transposed(from, pitch));
           }
-          commit_products();
-          if (k + kDeep >= kStrip || k + kDeep >= pixels) break;
-          await_products<1>();  // those that read the registers of the next but one
-          load(k + kDeep);
         }
+        commit_products();
         await_products<0>();
       }
       __syncwarp();  // all lanes have read

@@ -176,6 +176,13 @@ void multiply_add_transposed(float (&d)[kTiles][4], const uint32_t (&a)[4], uint
   }
   emulation::products(d, a, of_b[0], kTiles, std::is_same_v<Operand, bfloat16_t>);
 }
+template <class Operand = half_t, int kTiles>
+void multiply_add_transposed(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate = true) {
+  const int row = threadIdx.x / 32 % 4 * 16 + emulation::lane() / 4;
+  const uint32_t of_a[] = {described_transposed(a, 0, row), described_transposed(a, 0, row + 8),
+                           described_transposed(a, 1, row), described_transposed(a, 1, row + 8)};
+  multiply_add_transposed<Operand>(d, of_a, b, accumulate);
+}
 
 // -------------------------------------------------------------------------------------------- floating point
 
