@@ -93,6 +93,7 @@ FAULTS = [
     Fault("kernels/reduce/narrow3d.cuh", "two(low, high, channel, channel + 8)", "two(low, high, channel, channel)", "test_engine_winners.py -k 'winners_of_channels and narrow3d'"),
     Fault("kernels/pool/reduction.cuh", "return (later != later) | ", "return ", "test_engine_winners.py -k 'winners_of_windows and smallest'"),
     Fault("kernels/pool/windows.cuh", "const bool later = other > where;", "const bool later = true;", "test_engine_winners.py -k winners_of_windows"),
+    Fault("inline_kernels/engine/chain.py", "if self.turns is None and not watched:\n            self._build(given)", "if False:\n            self._build(given)", "test_engine_chain.py -k side_by_side"),
     Fault("inline_kernels/engine/fronts.py", "if any(node.is_leaf(\"z\") for node in _reached(left, given)):", "if False:", "test_engine_winners.py -k do_not_say"),
     Fault("inline_kernels/engine/programs.py", "if not self.indices:", "if True:", "test_engine_winners.py -k computed_again"),
     Fault("inline_kernels/engine/sinks.py", "self.reading = self._texts()\n        if not self.reading:\n            raise Unsupported(\"the tail doesn't read v\")\n\n    def", "self.reading = self._texts()[1:] or self._texts()\n        if not self.reading:\n            raise Unsupported(\"the tail doesn't read v\")\n\n    def", "test_engine_stored.py -k 'first_pass_beside_v and norm'"),

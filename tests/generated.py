@@ -38,6 +38,7 @@ def device(request, guarded, monkeypatch, folder):  # noqa: F811
             return kernels
 
         monkeypatch.setattr(inline_loader, "load", load)
+        monkeypatch.setattr(inline_loader, "load_all", lambda requests: [load(**each) for each in requests])
         monkeypatch.setattr(library, "device_type", lambda x: "cuda")
     return request.param
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import inline_loader
 from benchmarks.networks import NETWORKS
 from inline_kernels import fuse
 from inline_kernels.bench import compare
@@ -139,6 +140,26 @@ def test_some_gradients_of_filters_are_ours(name, own, layouts, monkeypatch):  #
     assert own in asked and not [each for each in copied if each[2:] == [3, 3]]
     runs = [situation.run.args[0] for each in chains(fast) for situation in each.situations]
     assert any(back.turns for run in runs for back in run.backs.values())
+
+
+def test_kernels_for_gradients_are_built_side_by_side(layouts, monkeypatch):  # noqa: F811
+    """Those of all parts at once, when backward runs for the first time, and none of them later."""
+    monkeypatch.setattr(gradients, "packs_obstacle", lambda *_: None)
+    make, shape = CASES["before"]
+    fast, alone = two(make, monkeypatch)
+    at_once, load = [], inline_loader.load
+    monkeypatch.setattr(inline_loader, "load_all", lambda requests: at_once.append([*requests]))
+    later: list[dict] = []
+    monkeypatch.setattr(inline_loader, "load", lambda **request: later.append(request) or load(**request))
+    x = torch.randn(shape, requires_grad=True)
+    y = fast(x)
+    at_once.clear(), later.clear()
+    y.sum().backward()
+    (together,) = at_once
+    own = [request for request in later if request["name"].startswith("gradient_of_")]
+    assert len(own) >= 2 and all(request in together for request in own)
+    fast(x).sum().backward()
+    assert len(at_once) == 1
 
 
 def test_shares_of_a_launch():

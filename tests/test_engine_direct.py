@@ -110,6 +110,7 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
             return kernels
 
         monkeypatch.setattr(inline_loader, "load", load)
+        monkeypatch.setattr(inline_loader, "load_all", lambda requests: [load(**each) for each in requests])
         monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
         monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", "fused")
         monkeypatch.setattr(choice, "stream_loses", lambda *_: None)

@@ -20,6 +20,7 @@ from torch import Tensor, fx, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
 from torch._C._functorch import is_legacy_batchedtensor
 
+import inline_loader
 from inline_kernels.loader.operators import are_nobody_elses, backward_seldom, is_watched, precision
 
 from . import layouts, library, load_plan, schedule
@@ -282,6 +283,8 @@ class _Back:
         for place, dy in zip(self.results, dys):
             gradients[place] = dy
         watched = is_watched()
+        if self.turns is None and not watched:
+            self._build(given)
         turned, turns = [None] * len(self.steps), {} if watched else self.turns or {}
         weights = [given[each.filters] for each in self.steps] if turns else ()
         for i, each in enumerate(self.steps):
@@ -311,6 +314,17 @@ class _Back:
         elif not watched:
             self._turn_back(gradients)
         return gradients[: len(self.needs)]
+
+    def _build(self, given: Sequence[Tensor]) -> None:
+        """What parts would build for their gradients one after the other, side by side."""
+        requests = []
+        for each in self.steps:
+            plan = getattr(each.step.plan.inner, "back", each.step.plan.inner)
+            if type(plan) is load_plan.Plan:
+                a = each.pick(given) + each.step.constants
+                requests += schedule.gradient_requests(plan, a, each.needs)
+        if len(requests) > 1:
+            inline_loader.load_all(requests)
 
     def _plan_turns(self) -> None:
         """What parts turned by themselves is turned together from now on: filters, and their gradients back."""

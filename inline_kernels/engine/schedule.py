@@ -322,12 +322,22 @@ def spends(plan: Plan) -> Sequence[int]:
     return () if plan.strips else [i for i, a in enumerate(plan.composed.saved) if a.space.level]
 
 
-def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence, spent: bool) -> Back:
-    segment, composed, divided = plan.segment, plan.composed, plan.strips.get("backward")
-    x, weight = arguments[0], arguments[len(segment.inputs)]
+def gradient_requests(plan: Plan, arguments: Sequence, needs: Sequence[bool]) -> list[dict]:
+    """What backward for that builds once it runs: kernels of our own for the gradients of x and the weight."""
+    x, weight, program = arguments[0], arguments[plan.weight_at], plan.composed.backward
+    if not (program and program.roots):
+        return []
+    ways, _, layout = _ways_back(plan, needs[0], needs[plan.weight_at], True, x, weight)
+    last = plan.last or bool(_turned(plan, program, layout)) and program.turns == "dz"
+    return [*gradients.requests(ways, plan.segment, x, weight, last).values()]
+
+
+def _ways_back(plan: Plan, dx: bool, dw: bool, own: bool, x: Tensor, weight: Tensor) -> tuple:
+    """Which kernels of our own give gradients, which of x and the weight the library gives, and the layout of dz."""
+    segment, divided = plan.segment, plan.strips.get("backward")
     ways = of_our_own(plan, x, weight, dx, dw)
     of_library = (
-        dx and not (composed.own.input_gradient or ways.x),
+        dx and not (plan.composed.own.input_gradient or ways.x),
         dw and not (divided and own or ways.weight),
     )
     asked = [of for of, need in zip(("dx", "dw"), of_library) if need]
@@ -338,6 +348,13 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         layout = PLANES
     if plan.last and _rounds(segment, x, weight):
         layout = FOR_TF32 if between.differentiates_last(segment, x, weight) else PLANES
+    return ways, of_library, layout
+
+
+def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence, spent: bool) -> Back:
+    segment, composed, divided = plan.segment, plan.composed, plan.strips.get("backward")
+    x, weight = arguments[0], arguments[plan.weight_at]
+    ways, of_library, layout = _ways_back(plan, dx, dw, own, x, weight)
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
         return Back(None, plan.weight_at + len(segment.parameters))
