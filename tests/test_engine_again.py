@@ -398,3 +398,36 @@ def test_registers_spilled(number, architecture, gpu, tmp_path):  # noqa: F811
     assert done.returncode == 0, done.stderr
     found = [int(each) for each in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     assert found and max(found) <= 32, found
+
+
+def test_x_in_other_strides(through):
+    """As a hook of saved tensors may give it back: in those, and at a place that no copy of 16 bytes begins at."""
+    through("narrow2d")
+    model, x = model_of((32, 3, 3, 3), "gelu"), numerics.random_input((2, 3, 9, 34))
+    segment, arguments = given(model, x)
+    plan = again.plan(Case(segment, arguments, True, x.dtype))
+    y, *saved = again.forward(plan, arguments)
+    needs, dy = [True] * len(arguments), torch.randn_like(y)
+    expected = again.backward(plan, dy, arguments, saved, needs)
+    elsewhere = torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+    for other in (x.contiguous(memory_format=torch.channels_last), elsewhere):
+        found = again.backward(plan, dy, [other, *arguments[1:]], saved, needs)
+        for ours, theirs in zip(found, expected):
+            assert torch.equal(ours.contiguous(), theirs.contiguous())
+
+
+def test_more_sums_than_tiles_leave_room_for(through):
+    def scaled(m, v):
+        for i in range(3):
+            v = torch.tanh(v * getattr(m, f"factor{i}") + getattr(m, f"term{i}"))
+        return v
+
+    through("narrow3d")
+    model = random_model((16, 3, 3, 3, 3), scaled).train()
+    for i in range(6):
+        model.register_parameter(
+            f"{('factor', 'term')[i % 2]}{i // 2}", nn.Parameter(torch.randn(16, 1, 1, 1))
+        )
+    x = numerics.random_input((2, 3, 6, 9, 13))
+    with pytest.raises(again.Unsupported, match="shared memory"):
+        again.plan(Case(*given(model, x), True, x.dtype))

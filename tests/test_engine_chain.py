@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import inline_loader
@@ -503,3 +504,21 @@ def test_counts_batches(monkeypatch):
         fast(x), alone(x)
     assert fast.norm.num_batches_tracked == 6
     assert_alike([*fast.buffers()], [*alone.buffers()])
+
+
+def test_backward_that_is_watched(monkeypatch):
+    """By a mode that was not there in forward; of batch norms in training, whose running statistics nobody keeps."""
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    make, shape = CASES["before"]
+    fast, alone = two(make, monkeypatch)
+    x = torch.randn(shape)
+    for model in (fast, alone):
+        y = model(x)
+        with Watching():
+            y.sum().backward()
+        model(x).sum().backward()
+    assert_alike(*[[p.grad for p in model.parameters()] for model in (fast, alone)])

@@ -3,7 +3,7 @@ backward's passes over it take it from the registers, with dy read at their elem
 
 - Forward has the passes of `load`'s forward, all that read v by the mainloop (sinks.py): v is never written, and small values are kept as `load`
   keeps them. x and the weight are autograd's to keep, and to look at: what was changed in place meanwhile is an error, as in eager.
-- Backward has the passes of `load`'s backward. In those that read v sinks store dz, in float32 and planes, and sum up other gradients; where both are of
+- Backward has the passes of `load`'s backward. In those that read v sinks store dz, in float32 and planes, and sum up other gradients; where dz and a sum are of
   one value, it is computed once. From dz on all is as in schedule.py, but that nobody is given it in 16 bits.
 - v is the same bit for bit, so that masks and ties are: of the same operands in tiles of the same sizes (`Sinks.pinned`).
 
@@ -65,7 +65,7 @@ class _Writer(sink_text.Writer):
             raise Unsupported(f"the tail reads {name} at {node.space}")
 
     def _places(self, nodes: Sequence[Node]) -> dict[str, str]:
-        """Of elements before those of its sample without channels, if any are read."""
+        """What to take from an element's place for that of the same position in an array without channels, if any is read."""
         if not any(self._is_across(node) for node in self._nodes()):
             return {}
         self.members[_PLANE] = direct.Member("plane", "int64_t", -1, False)
@@ -255,6 +255,8 @@ def _through(case: Case, mainloop, saving: programs.Composed) -> _Found:
     for each in (found.forward, found.backward):
         if reason := mainloop.refuses(sinks._job(each, case)):
             raise Unsupported(reason)
+        if max(map(_sums, each.parts.values())) > mainloop.sinks.pinned_sums:
+            raise Unsupported("its sums take more shared memory than tiles leave in both directions")
         defines = found.build(case, each)["defines"].items()
         tiles.append({name: value for name, value in defines if not name.endswith("_SHARED")})
     if tiles[0] != tiles[1]:
@@ -286,6 +288,11 @@ def pays(case: Case, found: _Found) -> bool:
 def _stores(*parts: sink_text.Pass) -> int:
     """How many results mainloops store, each of which takes as much as a second one beside a first."""
     return sum(sink.kind == "store" for each in parts for sink in each.sinks)
+
+
+def _sums(part: sink_text.Pass) -> int:
+    """Of a pass, moments as three."""
+    return sum({"sums": 1, "moments": 3}.get(sink.kind, 0) for sink in part.sinks)
 
 
 def _first_is_inside(case: Case) -> bool:

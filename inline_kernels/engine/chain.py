@@ -193,6 +193,9 @@ class _Run:
         turns = map(self.turns.get, range(len(steps)))
         self.walk = [*zip(steps, map(_picking, chain.of), turns, self.drops)]
         self.saved = [0] * len(steps)  # how many tensors each part saves
+        self.unread: list[list] | None = (
+            None  # by part, of its last tensors, which backward doesn't read: shapes and dtypes
+        )
         self.backs: dict[tuple, _Back] = {}  # by what is asked for, and the library's settings
 
     def bound(self) -> Callable:
@@ -205,6 +208,9 @@ class _Run:
         return self.found(self._computed(tensors)[0])
 
     def forward(self, ctx, tensors: Sequence[Tensor]):
+        if self.unread is None:
+            unread = [places[len(read) :] for places, read in zip(self.of, self.read)]
+            self.unread = [[(tensors[i].shape, tensors[i].dtype) for i in places] for places in unread]
         values, saved = self._computed(tensors)
         ctx.to_save, ctx.materialize_grads = (*[values[i] for i in self.kept], *saved), False
         if self.constant:
@@ -238,7 +244,8 @@ class _Run:
 class _BackStep(NamedTuple):
     """Backward of a part. wanted: of its tensors that need gradients the numbers, and their places; pick: gives its tensors of what forward saved;
     kept: what it saved itself there; spent: what of that it uses up; frees: what nobody reads behind it there; result: its place; filters: where
-    those are of what forward saved; weight: their place, if no other part has them."""
+    those are of what forward saved; weight: their place, if no other part has them; unread: of its last tensors, which are not among those, shapes and
+    dtypes."""
 
     step: Step
     wanted: Sequence[tuple[int, int]]
@@ -250,6 +257,7 @@ class _BackStep(NamedTuple):
     result: int
     filters: int
     weight: int | None
+    unread: Sequence[tuple]
 
 
 class _Back:
@@ -267,14 +275,19 @@ class _Back:
             first = kept.stop
             if asked[result]:
                 reads = [at[i] for i in read]
-                reads += [reads[0]] * (len(places) - len(read))  # x stands for what isn't read
+                reads += [reads[0]] * (
+                    len(places) - len(read)
+                )  # x stands for what isn't read, but where that is watched
                 frees = [*free.intersection(reads), *range(kept.start, kept.stop)]
                 free.difference_update(reads)
                 weight = run.weights[number] if run.weights.count(run.weights[number]) == 1 else None
                 wanted = [(i, place) for i, place in enumerate(places) if asked[place]]
                 spent = [kept.start + i for i in step.plan.spends]
                 pick, filters = _picking(reads), at[run.weights[number]]
-                steps.append(_BackStep(step, wanted, own, pick, kept, spent, frees, result, filters, weight))
+                unread = run.unread[number]
+                steps.append(
+                    _BackStep(step, wanted, own, pick, kept, spent, frees, result, filters, weight, unread)
+                )
         self.steps, self.size = steps[::-1], run.count + len(run.steps)
         self.turns = self.turns_back = None  # once backward has run
 
@@ -296,6 +309,9 @@ class _Back:
             spent = each.spent and not watched and are_nobody_elses(given, each.spent)
             a, saved, shared = each.pick(given) + each.step.constants, given[each.kept], each.step.shared
             if watched:
+                made = [a[0].new_zeros(shape, dtype=dtype) for shape, dtype in each.unread]
+                behind = len(a) - len(each.step.constants)
+                a = (*a[: behind - len(made)], *made, *a[behind:])
                 found = shared.operator.backward_registered(dy, a, saved, each.needs)
             else:
                 found = shared.backward(
@@ -309,7 +325,7 @@ class _Back:
             turned[i] = a = saved = found = gradient = dy = None
             for at in each.frees:
                 given[at] = None
-        if self.turns is None:
+        if self.turns is None and not watched:
             self._plan_turns()
         elif not watched:
             self._turn_back(gradients)

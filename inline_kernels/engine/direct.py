@@ -396,6 +396,8 @@ def _write_windows(segment, mainloop: Mainloop, composed: programs.Composed) -> 
     text = _Writer(segment, found.front, False).text()
     result = Stored("y", "output_t" if front.name == "y" else "accumulate_t", text)
     own = _source(segment, mainloop, found.front, [result], [array.name for array in winners])
+    if front.name == "y" and not all(root.space.small and _copied(root.node) for root in found.left):
+        raise Unsupported("passes behind y compute more of what it is made of")
     left = [] if all(root.space.small and _copied(root.node) for root in found.left) else found.left
     rest = _rest(segment, left, found.given, composed) if left else None
     given, named = {"backward": composed.backward}, {"backward": composed.backward_names}

@@ -140,6 +140,7 @@ class Sinks(NamedTuple):
     prepared: Sequence[str]
     launch: Callable[[int, Sequence], tuple[list[str], list[str]]]
     pinned: Mapping[str, int] | None = None  # macros by which passes with others' sinks have its tiles
+    pinned_sums: int = 9  # of one pass, moments as three, that then have room
     beside: float = 1.0  # of sinks.MOST_BESIDE, as many take no longer beside what is stored than behind it
     sums: int = 0  # beside what is stored sums themselves take so many instructions
 
@@ -616,6 +617,8 @@ MAINLOOPS = (
         is_exact=True,
         sinks=Sinks(
             pinned={"LEAST_SHARED": _STORES_SHARED},
+            pinned_sums=(_STORES_SHARED - _RUNS_SHARED)
+            // 1600,  # a double of 16 channels for each of 12 warps, and levels
             headers=("reduce/narrow3d.cuh", "store/runs.cuh"),
             declared="using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
             rate=180e12,

@@ -124,7 +124,9 @@ class PlaneText(PassText):
 
     def _leave(self, each: Planes, last: Scope | None) -> None:
         """Sets `known_with_v`, if an element's v is read last where each element comes once; and leaves there what passes behind find."""
-        if each.level != "e" or not self.scopes_of_v:
+        if (
+            each.level != "e" or not self.scopes_of_v or self.scalar or self.spreads
+        ):  # which read v elsewhere, too
             return
         scope = self.scopes_of_v[-1]
         once = [loop for loop in [*self.loops, last] if loop and loop.parent is self.point]

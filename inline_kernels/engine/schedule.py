@@ -254,6 +254,8 @@ def backward(
     """The gradients of inputs, parameters and, if that, buffers (None), contiguous but for that of x. turned: the filters as `Back.filters` turns them;
     their gradient then lies as those do. spent: nobody needs what was saved any more, so that its memory is used, or freed. settings: `precision`,
     for who knows it."""
+    if plan.again:  # whose launch takes those, too, and hooks may give them back in other strides
+        arguments = [_in_planes(t) if i <= plan.weight_at else t for i, t in enumerate(arguments)]
     x, weight, dx, dw = arguments[0], arguments[plan.weight_at], needs[0], needs[plan.weight_at]
     settings = precision(x) if settings is None else settings
     back = _back(plan, dx, dw, True, arguments, spent, settings)
@@ -317,6 +319,11 @@ def _back(
     return found
 
 
+def _in_planes(t: Tensor) -> Tensor:
+    lies = t.data_ptr() % 16 == 0 and t.is_contiguous()
+    return t if lies else library.aligned(t, torch.contiguous_format)
+
+
 def spends(plan: Plan) -> Sequence[int]:
     """Places, in what forward saved, of what takes memory that backward would rather use, or free. Strips may read it twice."""
     return () if plan.strips else [i for i, a in enumerate(plan.composed.saved) if a.space.level]
@@ -328,8 +335,13 @@ def gradient_requests(plan: Plan, arguments: Sequence, needs: Sequence[bool]) ->
     if not (program and program.roots):
         return []
     ways, _, layout = _ways_back(plan, needs[0], needs[plan.weight_at], True, x, weight)
-    last = plan.last or bool(_turned(plan, program, layout)) and program.turns == "dz"
+    last = _comes_last(plan, program, _turned(plan, program, layout))
     return [*gradients.requests(ways, plan.segment, x, weight, last).values()]
+
+
+def _comes_last(plan: Plan, program: Program, layout: int) -> bool:
+    """Does dz come channels last? layout: of what backward's passes turn."""
+    return plan.last or layout in (TURNED, FOR_TF32) and program.turns == "dz"
 
 
 def _ways_back(plan: Plan, dx: bool, dw: bool, own: bool, x: Tensor, weight: Tensor) -> tuple:
@@ -383,7 +395,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     returned = *found, "dz" if has_dz else None, "dweight" if own else None, *passes
     launch = _launch_back(side, arguments, given, shapes, returned)
     given_by_library, filters = None, None
-    last = side.last or side.layout in (TURNED, FOR_TF32) and program.turns == "dz"
+    last = _comes_last(plan, program, side.layout)
     if any(of_library):
         given_by_library, filters = layouts.differentiating(plan, x, weight, of_library, layout, last)
     return Back(
