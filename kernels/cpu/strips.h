@@ -110,20 +110,18 @@ class Convolver {
     using namespace winograd;
     const int64_t terms = sizes_.terms(), count = runs.back().at + runs.back().count;
     bool odd = false;
-    for (int64_t at = 0; at < count; at += kSideBySide * kLanes) {
-      Lanes check[kSideBySide] = {};  // NaN where anything isn't finite; behind the last tile there are others', too
+    for (int64_t at = 0; at < count; at += kLanes) {
+      Lanes check{};  // NaN where anything isn't finite; behind the last tile there are others', too
       for (int64_t k = 0; k < sizes_.K; k += kAtOnce) {
-        Outputs outputs[kSideBySide];
+        Outputs outputs;
         const accumulate_t* const filters = of_.filters[0].at + k / kTogether * terms * kTogether + k % kTogether;
         outputs_of(outputs, filters, sizes_.K * terms, tiles + at, stride_, terms);
-        for (int s = 0; s < kSideBySide; s++) {
-          for (const auto& row : outputs[s])
-            for (const auto& columns : row)
-              for (const Lanes& each : columns) check[s] += each * 0;
-          write(out + k * step, step, outputs[s], height, runs, at + s * kLanes);
-        }
+        for (const auto& row : outputs)
+          for (const auto& columns : row)
+            for (const Lanes& each : columns) check += each * 0;
+        write(out + k * step, step, outputs, height, runs, at);
       }
-      for (int64_t j = 0; j < std::min<int64_t>(kSideBySide * kLanes, count - at); j++) odd |= std::isnan(check[j / kLanes][j % kLanes]);
+      for (int64_t j = 0; j < std::min<int64_t>(kLanes, count - at); j++) odd |= std::isnan(check[j]);
     }
     return odd;
   }

@@ -35,7 +35,7 @@ constexpr int kAcross = 1;
 #define WINOGRAD_IN_REGISTERS 0
 #endif
 #endif
-constexpr int kAtOnce = 2, kSideBySide = 2;  // channels, and vectors of tiles
+constexpr int kAtOnce = 4;
 // GCC would load a vector anew for each product, and loads are what bounds them.
 #if defined(__x86_64__)
 #define KEEP_IN_REGISTER(vector) asm("" : "+v"(vector))
@@ -209,58 +209,47 @@ inline void transform_output(accumulate_t (&rows)[2][2 * kChunk], const accumula
 
 // Of a vector of tiles: kAtOnce channels' two rows of results, whose even and odd columns are apart.
 using Outputs = Lanes[2][2][kAtOnce];
-using Sums = Lanes[4][kSideBySide][kAtOnce];
 
-// Sums of `terms` products for the four elements in a column of the tiles, filters and tiles `of_filters` and `of_tiles` apart. Each filter and each vector
-// of tiles is loaded once for as many products as there are of the others.
-inline void sum_terms(Sums& sum, const accumulate_t* filters, int64_t of_filters, const accumulate_t* tiles, int64_t of_tiles, int64_t terms) {
+// Sums of `terms` products for the four elements in a column of the tiles, filters and tiles `of_filters` and `of_tiles` apart.
+inline void sum_terms(Lanes (&sum)[4][kAtOnce], const accumulate_t* filters, int64_t of_filters, const accumulate_t* tiles,
+                      int64_t of_tiles, int64_t terms) {
   for (auto& row : sum)
-    for (auto& side : row)
-      for (Lanes& each : side) each = Lanes{};
+    for (Lanes& each : row) each = Lanes{};
   for (int64_t r = 0; r < terms; r++)
     for (int i = 0; i < 4; i++) {
-      Lanes pixels[kSideBySide];
-      for (int s = 0; s < kSideBySide; s++) {
-        __builtin_memcpy(&pixels[s], tiles + i * of_tiles + r * kRow + s * kLanes, sizeof pixels[s]);
-        KEEP_IN_REGISTER(pixels[s]);
-      }
-      for (int k = 0; k < kAtOnce; k++) {
-        Lanes filter = filters[i * of_filters + r * kTogether + k] - Lanes{};
-        KEEP_IN_REGISTER(filter);
-        for (int s = 0; s < kSideBySide; s++) sum[i][s][k] += filter * pixels[s];
-      }
+      Lanes pixels;
+      __builtin_memcpy(&pixels, tiles + i * of_tiles + r * kRow, sizeof pixels);
+      KEEP_IN_REGISTER(pixels);
+      for (int k = 0; k < kAtOnce; k++) sum[i][k] += filters[i * of_filters + r * kTogether + k] * pixels;
     }
 }
 
 // Aᵀ m A, where m is the sum over the terms of filters (16, …, terms, kTogether), elements `of_filters` apart, times tiles (16, …, terms,
-// kRow), `of_tiles` apart, of neighbouring vectors of tiles. Column by column, so that of m no more than a column is there at a time, in registers. Terms
-// are summed in blocks, and then the blocks: the error hardly grows with their number.
-inline void outputs_of(Outputs (&outputs)[kSideBySide], const accumulate_t* filters, int64_t of_filters, const accumulate_t* tiles,
+// kRow), `of_tiles` apart. Column by column, so that of m no more than a column is there at a time, in registers. Terms are summed in
+// blocks, and then the blocks: the error hardly grows with their number.
+inline void outputs_of(Outputs& outputs, const accumulate_t* filters, int64_t of_filters, const accumulate_t* tiles,
                        int64_t of_tiles, int64_t terms) {
-  Lanes half[4][2][kSideBySide][kAtOnce];
+  Lanes half[4][2][kAtOnce];
   for (int column = 0; column < 4; column++) {
     const accumulate_t *const f = filters + column * of_filters, *const t = tiles + column * of_tiles;
-    Sums m;
+    Lanes m[4][kAtOnce];
     sum_terms(m, f, 4 * of_filters, t, 4 * of_tiles, std::min(kTerms, terms));
     for (int64_t r = kTerms; r < terms; r += kTerms) {
-      Sums block;
+      Lanes block[4][kAtOnce];
       sum_terms(block, f + r * kTogether, 4 * of_filters, t + r * kRow, 4 * of_tiles, std::min(kTerms, terms - r));
       for (int i = 0; i < 4; i++)
-        for (int s = 0; s < kSideBySide; s++)
-          for (int k = 0; k < kAtOnce; k++) m[i][s][k] += block[i][s][k];
+        for (int k = 0; k < kAtOnce; k++) m[i][k] += block[i][k];
     }
-    for (int s = 0; s < kSideBySide; s++)
-      for (int k = 0; k < kAtOnce; k++) {
-        half[column][0][s][k] = m[0][s][k] + m[1][s][k] + m[2][s][k];
-        half[column][1][s][k] = m[1][s][k] - m[2][s][k] - m[3][s][k];
-      }
+    for (int k = 0; k < kAtOnce; k++) {
+      half[column][0][k] = m[0][k] + m[1][k] + m[2][k];
+      half[column][1][k] = m[1][k] - m[2][k] - m[3][k];
+    }
   }
-  for (int s = 0; s < kSideBySide; s++)
-    for (int i = 0; i < 2; i++)
-      for (int k = 0; k < kAtOnce; k++) {
-        outputs[s][i][0][k] = half[0][i][s][k] + half[1][i][s][k] + half[2][i][s][k];
-        outputs[s][i][1][k] = half[1][i][s][k] - half[2][i][s][k] - half[3][i][s][k];
-      }
+  for (int i = 0; i < 2; i++)
+    for (int k = 0; k < kAtOnce; k++) {
+      outputs[i][0][k] = half[0][i][k] + half[1][i][k] + half[2][i][k];
+      outputs[i][1][k] = half[1][i][k] - half[2][i][k] - half[3][i][k];
+    }
 }
 
 }  // namespace winograd
