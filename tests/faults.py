@@ -70,7 +70,7 @@ FAULTS = [
     Fault("kernels/grad/packed_lines.cuh", "row < kTapRows - 1 && !whole", "false", "test_engine_gradients.py -k 'special_values and lines'"),
     Fault("kernels/grad/packed_lines.cuh", "first = chunk = int(tile - of_all * steps)", "first = chunk = 0", "test_engine_gradients.py -k test_lines"),
     Fault("kernels/grad/packed_last.cuh", "else other.template pack<kAgain>(blockIdx.x - first,", "else other.template pack<kAgain>(blockIdx.x - first + 1,", "test_engine_gradients.py -k channels_last"),
-    Fault("kernels/grad/wide_weight.cuh", "(out * Loop::kKernelD + depth)", "out", "test_engine_gradients.py -k test_channels_last"),
+    Fault("kernels/grad/packed_weight.cuh", "(out * Loop::kKernelD + depth)", "out", "test_engine_gradients.py -k test_channels_last"),
     Fault("inline_kernels/engine/gradients.py", "if not (by_library and _splits(segment, x, weight)):", "if True:", "test_engine_gradients.py -k dz_that_is_rounded"),
     Fault("inline_kernels/engine/gradients.py", "    if between.rounds(segment, x):  # whose", "    if False:  # whose", "test_engine_between.py -k own_layout"),
     Fault("inline_kernels/engine/layouts.py", "if wanted[1] else _standing(plan, x, layout)", "", "test_engine_between.py -k another_gradient"),

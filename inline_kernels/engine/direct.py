@@ -311,8 +311,8 @@ def _members(results: Sequence[Stored]) -> list[Member]:
 
 class Written(NamedTuple):
     """A segment's source for a mainloop. Its launcher takes results (y, or what `front` is, and what backward needs), x, weight and `members`. rest: the
-    passes behind, which compute the others; saving: where backward follows, the schedule `load`'s. `own`: its text, and `behind`, that of
-    the others."""
+    passes behind, which compute what it doesn't; saving: what the schedule `load` composes where backward follows. `own`: the text of the
+    mainloop's part, and `behind`, that of the passes."""
 
     mainloop: Mainloop
     front: fronts.Front

@@ -18,8 +18,8 @@ from . import between, choice, library, precision, tiling
 from .cases import Case
 from .passes import Unsupported
 
-# Bytes that narrow3d's staging takes (store/runs.cuh); that sinks take with what the mainloop has itself: those that store, with one that
-# reduces; those that only reduce.
+# Bytes that narrow3d's staging takes (store/runs.cuh); that sinks take with what the mainloop has itself: those that store, beside some that
+# reduce (`pinned_sums`); those that only reduce.
 _RUNS_SHARED, _STORES_SHARED, _REDUCES_SHARED = 34 << 10, 42 << 10, 14 << 10
 STAYS_LAST = "its result stays channels last for the next convolution"
 SLOWER_INSIDE = "v, and a pass over it, take less time than such a tail"

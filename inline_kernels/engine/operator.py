@@ -141,7 +141,7 @@ def operator_of(
 
 class SegmentOperator:
     """`operator` is loader_operators'; `arguments` the NamedTuple's class; `names` are those of the segment that it was made of. is_told: its schedule's
-    backward takes what a chain knows, too."""
+    backward takes `turned`, `spent` and `settings`, which a chain knows."""
 
     def __init__(self, segment, modules, others, exact_order: bool, name: str, schedule: object):
         self.segment, self.exact_order, self.names = segment, exact_order, Names(segment)

@@ -191,8 +191,8 @@ def _bound(
     call: Callable, *numbers, trusting: bool = False, new: int = 0, last: Sequence[int] = ()
 ) -> Callable:
     """What `Operators` says of `bound`. Raises TypeError where a tensor comes after a number, or is among the numbers. trusting: the caller knows
-    that all calls' tensors are like the first's, that none requires a gradient, and that autograd isn't to be told of what is written. new: nobody
-    has seen so many, the first; there are others behind them. last: of the tensors, those (N, C, …) that lie channels last, where the
+    that all calls' tensors are like the first's, that none requires a gradient, and that autograd isn't to be told of what is written. new: the
+    first so many tensors were made for this call, and nobody else has them; at least one other follows. last: of the tensors, those (N, C, …) that lie channels last, where the
     launcher has an array (N, …, C)."""
     # Of the launcher as `read` finds it: once, and again after an edited cell.
     launched = launch = again = None

@@ -22,7 +22,7 @@
 #include "core/vector.cuh"
 #include "host/tensor.h"
 
-#ifndef LEAST_SHARED  // bytes that sinks have, of builds with others' sinks and the same tiles: v is then the same, bit for bit
+#ifndef LEAST_SHARED  // bytes set aside for sinks, so that builds with other sinks have the same tiles: v is then the same, bit for bit
 #define LEAST_SHARED 0
 #endif
 

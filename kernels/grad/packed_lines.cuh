@@ -199,14 +199,8 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
       __syncwarp();  // all lanes have read
       pipeline.consumer_release(state);
     }
-    const int thread = threadIdx.x - kThreads;
     scale.undo(&sums[0][0]);
-#pragma unroll
-    for (int i = 0; i < kTaps; i++) {
-      hold(sums[i]);
-#pragma unroll
-      for (int j = 0; j < 32; j++) partial[(i * 32 + j) * kThreads + thread] = sums[i][j / 4][j % 4];
-    }
+    Base::template store_sums<kTaps>(partial, sums);
   }
 
   static __device__ __forceinline__ void run(float* partial, const Source& source, int64_t N, int64_t H, int64_t W) {

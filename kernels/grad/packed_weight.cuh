@@ -123,19 +123,12 @@ struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, 
 #pragma unroll
         for (int k = 0; k < kStrip / 16; k++) {
           begin_products();
-          // Whole columns of 16 pixels as they lie, those at the end of a row from its tails, and zeros past
-          // it.
-          const int left = pixels - k * 16;
-          const uint32_t pitch = left >= 16 ? 16 * kInputPitch : left > 0 ? 16 * kTailPixels : 0;
-          const uint32_t column_pitch = left >= 16 ? 16 : left > 0 ? 16 * kTail : 0;
-          const uint32_t slot_pitch = left > 0 ? 16 * kSlot : 0;
-          const uint32_t tails = inputs + 16 * kWarps * kInputPitch;
-          const uint32_t from = left >= 16 ? inputs + 16 * 16 * k : left > 0 ? tails : zeros;
+          const typename Base::Columns columns(pixels - k * 16, k, inputs, zeros);
 #pragma unroll
           for (int i = 0; i < kTaps; i++) {
             const int row = (kFirst + i) / kTapColumns, column = (kFirst + i) % kTapColumns;
-            const uint32_t at = from + slot_pitch * Base::slot_of(step, row) + column * column_pitch;
-            multiply_add_transposed<operand_t>(sums[i], fragments[k % 2], describe_transposed(at, pitch));
+            const uint32_t at = columns.at(Base::slot_of(step, row), column);
+            multiply_add_transposed<operand_t>(sums[i], fragments[k % 2], describe_transposed(at, columns.pitch));
           }
           commit_products();
           if (k + 1 == kStrip / 16) break;
@@ -147,14 +140,8 @@ struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, 
       __syncwarp();  // all lanes have read
       pipeline.consumer_release(state);
     }
-    const int thread = threadIdx.x - kThreads;
     scale.undo(&sums[0][0]);
-#pragma unroll
-    for (int i = 0; i < kTaps; i++) {
-      hold(sums[i]);
-#pragma unroll
-      for (int j = 0; j < 32; j++) partial[(i * 32 + j) * kThreads + thread] = sums[i][j / 4][j % 4];
-    }
+    Base::template store_sums<kTaps>(partial, sums);
   }
 
   // What a consumer's threads do of a block, its own part of `partial` behind them.
@@ -274,13 +261,21 @@ packed_weight_kernel(float* partial, typename Loop::Source source, int64_t N, in
 #endif
 }
 
+// As place_of_tap, in filters channels last.
+template <class Loop> __device__ __forceinline__ int64_t last_place_of_tap(int64_t plane, int row, int column) {
+  const int64_t of_channel = plane / Loop::kKernelD, out = of_channel / Loop::kChannelsIn, depth = plane - of_channel * Loop::kKernelD;
+  const int64_t tap = ((out * Loop::kKernelD + depth) * Loop::kKernelH + row) * Loop::kKernelW + column;
+  return tap * Loop::kChannelsIn + of_channel - out * Loop::kChannelsIn;
+}
+
 // dweight, from the partial sums of all splits. Grid: sums of a thread, kBlocks.
 template <class Loop, bool kLast>
 __global__ void __launch_bounds__(kThreads)
 merge_packed_kernel(typename Loop::value_t* dweight, const float* partial, typename Loop::Source source,
                     int64_t splits, int64_t N) {
 #if __CUDA_ARCH__ >= 800
-  merge_splits<Loop, kLast>(dweight, partial, splits, [&] { return Loop::common_exponent(source, N); });
+  constexpr auto kPlaceOf = kLast ? last_place_of_tap<Loop> : place_of_tap<Loop>;
+  merge_splits<Loop, kPlaceOf>(dweight, partial, splits, [&] { return Loop::common_exponent(source, N); });
 #endif
 }
 

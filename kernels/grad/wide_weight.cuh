@@ -32,19 +32,13 @@ weight_gradient_kernel(float* partial, typename Loop::Source source, const typen
 #endif
 }
 
-// Where a filter's tap lies, of all filters' planes in the plane-th; kLast: channels last.
-template <class Loop, bool kLast> __device__ __forceinline__ int64_t place_of_tap(int64_t plane, int row, int column) {
-  if constexpr (kLast) {
-    const int64_t of_channel = plane / Loop::kKernelD, out = of_channel / Loop::kChannelsIn, depth = plane - of_channel * Loop::kKernelD;
-    const int64_t tap = ((out * Loop::kKernelD + depth) * Loop::kKernelH + row) * Loop::kKernelW + column;
-    return tap * Loop::kChannelsIn + of_channel - out * Loop::kChannelsIn;
-  } else {
-    return (plane * Loop::kKernelH + row) * Loop::kKernelW + column;
-  }
+// In filters in planes: where a tap lies, of all filters' planes in the plane-th.
+template <class Loop> __device__ __forceinline__ int64_t place_of_tap(int64_t plane, int row, int column) {
+  return (plane * Loop::kKernelH + row) * Loop::kKernelW + column;
 }
 
 // dweight, from the partial sums of all splits, under the scale 2^common(). Grid: sums of a thread, kBlocks.
-template <class Loop, bool kLast = false, class Common>
+template <class Loop, auto kPlaceOf = place_of_tap<Loop>, class Common>
 __device__ __forceinline__ void merge_splits(typename Loop::value_t* dweight, const float* partial, int64_t splits, const Common& common) {
   const typename Loop::BlockPlace place(blockIdx.y);
   const SumPlace of_block = Loop::sum_place(blockIdx.x, threadIdx.x);
@@ -57,8 +51,7 @@ __device__ __forceinline__ void merge_splits(typename Loop::value_t* dweight, co
   double sum = 0;
   for (int64_t split = 0; split < splits; split++)
     sum += partial[((split * Loop::kBlocks + blockIdx.y) * Loop::kThreadSums + blockIdx.x) * kThreads + threadIdx.x];
-  dweight[place_of_tap<Loop, kLast>(plane, row, column)] =
-      typename Loop::value_t(PowerOfTwo(exponent)(float(sum)));
+  dweight[kPlaceOf(plane, row, column)] = typename Loop::value_t(PowerOfTwo(exponent)(float(sum)));
 }
 
 template <class Loop>

@@ -101,6 +101,26 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
     }
   }
 
+  // Where a step's 16 columns of x lie: whole ones as they are, those at the end of a row in its tails, and zeros past it.
+  struct Columns {
+    uint32_t pitch, column_pitch, slot_pitch, from;
+    __device__ __forceinline__ Columns(int left, int k, uint32_t inputs, uint32_t zeros)
+        : pitch(left >= 16 ? 16 * kInputPitch : left > 0 ? 16 * kTailPixels : 0),
+          column_pitch(left >= 16 ? 16 : left > 0 ? 16 * kTail : 0), slot_pitch(left > 0 ? 16 * kSlot : 0),
+          from(left >= 16 ? inputs + 16 * 16 * k : left > 0 ? inputs + 16 * kWarps * kInputPitch : zeros) {}
+    __device__ __forceinline__ uint32_t at(int slot, int column) const { return from + slot_pitch * slot + column * column_pitch; }
+  };
+  // A consumer's sums of so many taps to its part of `partial`.
+  template <int kTaps> static __device__ __forceinline__ void store_sums(float* partial, float (&sums)[kConsumerTaps][8][4]) {
+    const int thread = threadIdx.x - kThreads;
+#pragma unroll
+    for (int i = 0; i < kTaps; i++) {
+      hold(sums[i]);
+#pragma unroll
+      for (int j = 0; j < 32; j++) partial[(i * 32 + j) * kThreads + thread] = sums[i][j / 4][j % 4];
+    }
+  }
+
   // Sums of the taps from kFirst on, a consumer's.
   template <int kFirst>
   static __device__ __forceinline__ void consume(float* partial, const StepPipeline& pipeline,
@@ -121,19 +141,12 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
         for (int k = 0; k < kStrip / 16; k++) {
           const uint64_t gradient =
               describe_transposed(gradients + 16 * (state.stage * kStage + k * 16), 16 * kStrip);
-          // Whole columns of 16 pixels as they lie, those at the end of a row from its tails, and zeros past
-          // it.
-          const int left = pixels - k * 16;
-          const uint32_t pitch = left >= 16 ? 16 * kInputPitch : left > 0 ? 16 * kTailPixels : 0;
-          const uint32_t column_pitch = left >= 16 ? 16 : left > 0 ? 16 * kTail : 0;
-          const uint32_t slot_pitch = left > 0 ? 16 * kSlot : 0;
-          const uint32_t tails = inputs + 16 * kWarps * kInputPitch;
-          const uint32_t from = left >= 16 ? inputs + 16 * 16 * k : left > 0 ? tails : zeros;
+          const Columns columns(pixels - k * 16, k, inputs, zeros);
 #pragma unroll
           for (int i = 0; i < kTaps; i++) {
             const int row = (kFirst + i) / kTapColumns, column = (kFirst + i) % kTapColumns;
-            const uint32_t at = from + slot_pitch * Base::slot_of(step, row) + column * column_pitch;
-            multiply_add_transposed<operand_t>(sums[i], gradient, describe_transposed(at, pitch));
+            const uint32_t at = columns.at(Base::slot_of(step, row), column);
+            multiply_add_transposed<operand_t>(sums[i], gradient, describe_transposed(at, columns.pitch));
           }
         }
         commit_products();
@@ -142,14 +155,8 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
       __syncwarp();  // all lanes have read
       pipeline.consumer_release(state);
     }
-    const int thread = threadIdx.x - kThreads;
     scale.undo(&sums[0][0]);
-#pragma unroll
-    for (int i = 0; i < kTaps; i++) {
-      hold(sums[i]);
-#pragma unroll
-      for (int j = 0; j < 32; j++) partial[(i * 32 + j) * kThreads + thread] = sums[i][j / 4][j % 4];
-    }
+    store_sums<kTaps>(partial, sums);
   }
 
   static __device__ __forceinline__ void run(float* partial, const Source& source, const value_t* x,
