@@ -274,8 +274,10 @@ __global__ void __launch_bounds__(kThreads)
 merge_packed_kernel(typename Loop::value_t* dweight, const float* partial, typename Loop::Source source,
                     int64_t splits, int64_t N) {
 #if __CUDA_ARCH__ >= 800
-  constexpr auto kPlaceOf = kLast ? last_place_of_tap<Loop> : place_of_tap<Loop>;
-  merge_splits<Loop, kPlaceOf>(dweight, partial, splits, [&] { return Loop::common_exponent(source, N); });
+  const auto place_of = [](int64_t plane, int row, int column) {
+    return kLast ? last_place_of_tap<Loop>(plane, row, column) : place_of_tap<Loop>(plane, row, column);
+  };
+  merge_splits<Loop>(dweight, partial, splits, place_of, [&] { return Loop::common_exponent(source, N); });
 #endif
 }
 

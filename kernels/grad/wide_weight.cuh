@@ -38,8 +38,8 @@ template <class Loop> __device__ __forceinline__ int64_t place_of_tap(int64_t pl
 }
 
 // dweight, from the partial sums of all splits, under the scale 2^common(). Grid: sums of a thread, kBlocks.
-template <class Loop, auto kPlaceOf = place_of_tap<Loop>, class Common>
-__device__ __forceinline__ void merge_splits(typename Loop::value_t* dweight, const float* partial, int64_t splits, const Common& common) {
+template <class Loop, class PlaceOf, class Common> __device__ __forceinline__
+void merge_splits(typename Loop::value_t* dweight, const float* partial, int64_t splits, const PlaceOf& place_of, const Common& common) {
   const typename Loop::BlockPlace place(blockIdx.y);
   const SumPlace of_block = Loop::sum_place(blockIdx.x, threadIdx.x);
   const int row = place.kernel_row + of_block.tap / Loop::kTapColumns;
@@ -51,14 +51,14 @@ __device__ __forceinline__ void merge_splits(typename Loop::value_t* dweight, co
   double sum = 0;
   for (int64_t split = 0; split < splits; split++)
     sum += partial[((split * Loop::kBlocks + blockIdx.y) * Loop::kThreadSums + blockIdx.x) * kThreads + threadIdx.x];
-  dweight[kPlaceOf(plane, row, column)] = typename Loop::value_t(PowerOfTwo(exponent)(float(sum)));
+  dweight[place_of(plane, row, column)] = typename Loop::value_t(PowerOfTwo(exponent)(float(sum)));
 }
 
 template <class Loop>
 __global__ void __launch_bounds__(kThreads)
 merge_splits_kernel(typename Loop::value_t* dweight, const float* partial, const uint32_t* largest_x,
                     const uint32_t* largest_g, int64_t splits, int64_t N) {
-  merge_splits<Loop>(dweight, partial, splits, [&] { return Loop::common_exponent(largest_x, largest_g, N); });
+  merge_splits<Loop>(dweight, partial, splits, place_of_tap<Loop>, [&] { return Loop::common_exponent(largest_x, largest_g, N); });
 }
 
 template <class Build, class Source> struct WeightMainloop {
