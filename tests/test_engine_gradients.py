@@ -113,19 +113,6 @@ def test_lines(sizes, dtype, last, ours):
     assert_rule(model, lying(model, x, *["x"] * last), ran)
 
 
-@pytest.mark.parametrize("dx", [False, True], ids=["", "dx"])
-@pytest.mark.parametrize("sizes", AROUND, ids=str)
-def test_in_float32(sizes, dx, ours):
-    """Where eager doesn't run TF32 an operand is two float16. dz doesn't hang on how v was rounded."""
-    filters, image, padding = sizes
-    ran = ours(900, False)
-    torch.manual_seed(0)
-    model = random_model(filters, lambda m, v: v * m.by_channel, padding=padding)
-    x = numerics.random_input((3, filters[1], *image))
-    x *= torch.tensor([1e-9, 1.0, 1e4]).view(-1, *[1] * (len(image) + 1))
-    assert_rule(model, x.requires_grad_(dx), ran, tf32=False)
-
-
 def lying(model: torch.nn.Module, x: torch.Tensor, *what: str) -> torch.Tensor:
     """x; it, the filters, or both, are channels last then."""
     layout = library.channels_last(x)
@@ -155,15 +142,17 @@ def test_channels_last(sizes, architecture, dtype, what, ours):
         assert library.is_channels_last(gradients(fuse(model), x)["conv.weight"]) == ("filters" in LAST[what])
 
 
+@pytest.mark.parametrize("what, dx", [([], False), ([], True), (["x"], False)], ids=["", "dx", "last"])
 @pytest.mark.parametrize("sizes", AROUND, ids=str)
-def test_channels_last_in_float32(sizes, ours):
+def test_in_float32(sizes, what, dx, ours):
+    """Where eager doesn't run TF32 an operand is two float16. dz doesn't hang on how v was rounded."""
     filters, image, padding = sizes
     ran = ours(900, False)
     torch.manual_seed(0)
     model = random_model(filters, lambda m, v: v * m.by_channel, padding=padding)
     x = numerics.random_input((3, filters[1], *image))
     x *= torch.tensor([1e-9, 1.0, 1e4]).view(-1, *[1] * (len(image) + 1))
-    assert_rule(model, lying(model, x, "x"), ran, tf32=False)
+    assert_rule(model, lying(model, x, *what).requires_grad_(dx), ran, tf32=False)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["planes", "last"])
