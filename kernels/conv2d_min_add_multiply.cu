@@ -3,8 +3,10 @@
 //
 //   forward, forward_saving  wide convolution; each result is finished in registers and stored; for backward
 //                            two bits of it are kept, mask, and each sample's largest magnitude, largest_x
-//   backward_parameters      of conv_bias and bias, sums; and largest_g (N) for the other two
+//   backward_parameters      of conv_bias and bias, sums; and largest_g (2, N) and units of g for the other two
 //   backward_weight, backward_input
+//
+// Units of g are half of y's size, and there only where tensor cores take them (grad/wide_sums.cuh).
 //
 // x (N, CHANNELS_IN, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H, KERNEL_W), y (N, CHANNELS_OUT, H',
 // W'), H' = H - KERNEL_H + 1, W' likewise; conv_bias, bias (CHANNELS_OUT), d_bias of so many elements or 1.
@@ -21,13 +23,11 @@
 #define CAPABILITY 80
 #define SHARED_LIMIT (99 << 10)
 #define X_ALIGNED 1
-#define DY_ALIGNED 1
-#define ONE_TILE 0
 #define COUNTS_IN_INT 0
 #endif
 
 using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
-using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT>;
+using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, COUNTS_IN_INT>;
 using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;
 
 struct Tail {
@@ -72,24 +72,29 @@ EXPORT void forward_saving(Out<output_t> y, Out<int32_t> largest_x, Out<int32_t>
   conv::wide<Build>(x, weight, tail, store::GradMask{mask}, store::Rows<output_t>{y}, largest_x, stream);
 }
 
-EXPORT int64_t largest_g_size(In<output_t> dy) { return dy.size(0); }
+EXPORT int64_t largest_g_size(In<output_t> dy) { return 2 * dy.size(0); }
+
+// As grad::kTakesUnits: 8 channels of a pixel are 4 words.
+EXPORT int64_t units_size(In<output_t> dy) {
+  return (CAPABILITY == 90) * (1 - SPLIT) * ((CHANNELS_OUT + 7) / 8) * 4 * dy.size(0) * dy.size(2) * dy.size(3);
+}
 
 EXPORT void backward_parameters(Out<float> d_conv_bias, Out<float> d_bias, Out<int32_t> largest_g,
-                                In<output_t> dy, In<int32_t> mask, double scaling_factor,
+                                Out<int32_t> units, In<output_t> dy, In<int32_t> mask, double scaling_factor,
                                 cudaStream_t stream) {
   const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scaling_factor)}, dy, mask);
-  grad::sum_gradients(g, largest_g, stream, d_conv_bias, d_bias);
+  grad::sum_gradients<Build>(g, largest_g, units, stream, d_conv_bias, d_bias);
 }
 
 EXPORT void backward_weight(Out<value_t> dweight, In<output_t> dy, In<int32_t> mask, In<int32_t> largest_g,
-                            In<value_t> x, In<int32_t> largest_x, double scaling_factor,
+                            In<int32_t> units, In<value_t> x, In<int32_t> largest_x, double scaling_factor,
                             cudaStream_t stream) {
   const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scaling_factor)}, dy, mask);
-  grad::wide_weight<Build>(dweight, g, largest_g, x, largest_x, stream);
+  grad::wide_weight<Build>(dweight, g, largest_g, units, x, largest_x, stream);
 }
 
 EXPORT void backward_input(Out<value_t> dx, In<output_t> dy, In<int32_t> mask, In<int32_t> largest_g,
-                           In<value_t> weight, double scaling_factor, cudaStream_t stream) {
+                           In<int32_t> units, In<value_t> weight, double scaling_factor, cudaStream_t stream) {
   const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scaling_factor)}, dy, mask);
-  grad::wide_input<Build>(dx, g, largest_g, weight, stream);
+  grad::wide_input<Build>(dx, g, largest_g, units, weight, stream);
 }

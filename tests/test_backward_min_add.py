@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import inline_loader
 import models
 import numerics
-from inline_kernels.engine import library
+from inline_kernels.engine import composed, library
 from inline_kernels.engine.support import DTYPES
 from numerics import MIN_ADD
 from test_emulated import (  # noqa: F401
@@ -207,11 +207,19 @@ def test_what_forward_by_wgmma_saves(arguments, shape, multiprocessors, gpu, run
 
 
 @pytest.mark.parametrize(
-    "of_x, of_dy, split",
-    [(1e15, 1e-38, True), (1e-15, 1e20, True), ("apart", "apart", True), ("apart", "apart", False)],
+    "of_x, of_dy, split, architecture",
+    [
+        (1e15, 1e-38, True, 800),
+        (1e-15, 1e20, True, 800),
+        ("apart", "apart", True, 800),
+        ("apart", "apart", False, 800),
+        ("apart", "apart", False, 900),
+        (1e30, 1e-37, False, 900),
+        (1e-30, 1e30, False, 900),
+    ],
     ids=str,
 )
-def test_rule_at_any_magnitude(split, of_x, of_dy, gpu, request):
+def test_rule_at_any_magnitude(split, of_x, of_dy, architecture, gpu, request):
     """Sample by sample, for dx: its scale is the sample's."""
     if not split:
         request.getfixturevalue("runs_tf32")
@@ -220,7 +228,7 @@ def test_rule_at_any_magnitude(split, of_x, of_dy, gpu, request):
     with torch.no_grad():
         model.conv.bias.zero_()
     model.constant_value = 0.0
-    gpu()
+    gpu(architecture=architecture)
     dy = apart(model, x, torch.randn_like(model(x)))
     dy = dy * (torch.tensor([1e-6, 1, 1e6]).view(3, 1, 1, 1) if of_dy == "apart" else of_dy)
     ours, exact = numerics.results(numerics.twin_of(model, "fused"), x, dy), gradients(model, x, dy)
@@ -229,6 +237,30 @@ def test_rule_at_any_magnitude(split, of_x, of_dy, gpu, request):
     assert_near(ours, exact, limit)
     for n in range(3):
         assert_near({"x": ours["x"][n]}, {"x": exact["x"][n]}, limit, ("x",))
+
+
+@pytest.mark.parametrize("seen", [0.0, 1e-4, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_by_wgmma_what_was_not_seen_ahead(seen, dtype, gpu, runs_tf32):
+    """Units of g have the scale that some rows of a sample suggest, the first one in 32: here all others are larger. The second sample's are
+    not, the third one is all zeros: each is as exact as alone. The second sample's share of dweight is as large as the first one's."""
+    model, x = case((5, 20, 3), (3, 5, 37, 68), dtype=dtype)
+    gpu(architecture=900, multiprocessors=7)
+    dy = apart(model, x, torch.randn_like(model(x)))
+    dy[0, :, [0, 32]] *= seen
+    dy[0] *= 1e3 if dtype == torch.float32 else 1
+    x[0] /= 1e3 if dtype == torch.float32 else 1
+    dy[2] = 0
+    ours = numerics.results(numerics.twin_of(model, "fused"), x, dy)
+    if dtype != torch.float32:
+        exact = gradients(model.float(), x.float(), dy.float())
+        assert_near(ours, exact, 1e-2)
+        return
+    exact = gradients(model, x, dy, tf32)
+    assert_near(ours, exact, 3e-7)
+    assert not ours["x"][2].any()
+    for n in range(2):
+        assert_near({"x": ours["x"][n]}, {"x": exact["x"][n]}, 3e-7, ("x",))
 
 
 # ---------------------------------------------------------------------------------------------------------------- semantics
@@ -298,7 +330,7 @@ def test_random_sizes_and_devices(gpu, monkeypatch):
 RELU = """
 #include "conv/wide.cuh"
 #include "grad/wide.cuh"
-using Build = conv::Build<conv::Filter<5, 20, 3, 2>, conv::Operands<float, SPLIT>, conv::Target<CAPABILITY, 163 << 10, 1, 1, true, true>>;
+using Build = conv::Build<conv::Filter<5, 20, 3, 2>, conv::Operands<float, SPLIT>, conv::Target<CAPABILITY, 163 << 10, 1, true>>;
 struct Tail {
   const float* conv_bias;
   struct Channel { float conv_bias; };
@@ -312,12 +344,12 @@ EXPORT void forward(Out<float> y, Out<int32_t> largest, Out<int32_t> mask, In<fl
   conv::wide<Build>(x, weight, Tail{conv_bias}, store::GradMask{mask}, store::Rows<float>{y},
                     largest, stream);
 }
-EXPORT void backward(Out<float> dx, Out<float> dweight, Out<float> d_conv_bias, Out<int32_t> largest_g, In<float> dy, In<int32_t> mask,
-                     In<float> x, In<int32_t> largest, In<float> weight, cudaStream_t stream) {
+EXPORT void backward(Out<float> dx, Out<float> dweight, Out<float> d_conv_bias, Out<int32_t> largest_g, Out<int32_t> units,
+                     In<float> dy, In<int32_t> mask, In<float> x, In<int32_t> largest, In<float> weight, cudaStream_t stream) {
   const auto g = grad::masked<20>(Tail{nullptr}, dy, mask);
-  grad::sum_gradients(g, largest_g, stream, d_conv_bias);
-  grad::wide_weight<Build>(dweight, g, largest_g, x, largest, stream);
-  grad::wide_input<Build>(dx, g, largest_g, weight, stream);
+  grad::sum_gradients<Build>(g, largest_g, units, stream, d_conv_bias);
+  grad::wide_weight<Build>(dweight, g, largest_g, units, x, largest, stream);
+  grad::wide_input<Build>(dx, g, largest_g, units, weight, stream);
 }
 """
 
@@ -331,7 +363,10 @@ def test_another_tail(split, architecture, guarded, folder):
     x, weight, bias = torch.randn(3, 5, 9, 70), torch.randn(20, 5, 3, 2), torch.randn(20)
     y = x.new_empty(3, 20, 7, 69)
     mask = x.new_empty(3, 7, 2, 20, 4, dtype=torch.int32)  # (N, H, strips of 64 columns, C, 4): grad_mask.cuh
-    largest, largest_g = x.new_empty(3, dtype=torch.int32), x.new_empty(3, dtype=torch.int32)
+    largest, largest_g = x.new_empty(3, dtype=torch.int32), x.new_empty(6, dtype=torch.int32)
+    units = x.new_empty(
+        0 if split else 3 * 3 * 7 * 69 * 4, dtype=torch.int32
+    )  # of 8 channels, the last 4 of which there aren't
     x[1, :, 2, 3], x[2, 1, 4, 5] = -INF, NAN
     kernels.forward(y, largest, mask, x, weight, bias)
     rounded = (lambda t: t) if split else tf32
@@ -347,7 +382,7 @@ def test_another_tail(split, architecture, guarded, folder):
         passes = (expected > 0).double()
         g = rounded((dy * passes).float()).double()
     found = [torch.empty_like(t) for t in (x, weight, bias)]
-    kernels.backward(*found, largest_g, dy, mask, x, largest, weight)
+    kernels.backward(*found, largest_g, units, dy, mask, x, largest, weight)
     exact = (
         torch.nn.grad.conv2d_input(x.shape, leaves[1], g),
         torch.nn.grad.conv2d_weight(leaves[0], weight.shape, g),
@@ -361,9 +396,9 @@ def kinds(t: torch.Tensor) -> torch.Tensor:
     return torch.where(t.isnan(), 2, t.sgn() * t.isinf())
 
 
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("split, architecture", [(True, 800), (False, 800), (False, 900)], ids=str)
 @pytest.mark.parametrize("of_x", [True, False], ids=["in x", "in dy"])
-def test_special_values(of_x, split, gpu, request):
+def test_special_values(of_x, split, architecture, gpu, request):
     """At the start of a row, in its middle, and where it ends for one tap and goes on for others, each in a channel of its own: they
     spoil what they spoil in eager."""
     if not split:
@@ -377,16 +412,30 @@ def test_special_values(of_x, split, gpu, request):
     ):
         spoilt[channel % 3, channel, 4, column] = value
     exact = numerics.results(copy.deepcopy(model).double(), x.double(), dy.double())
-    gpu()
+    gpu(architecture=architecture)
     ours = numerics.results(numerics.twin_of(model, "fused"), x, dy)
     for name in ours:
         assert torch.equal(kinds(ours[name]), kinds(exact[name])), name
 
 
-def test_only_what_is_asked_for(gpu, monkeypatch):
+@pytest.mark.parametrize("architecture", [800, 900])
+def test_only_what_is_asked_for(architecture, gpu, runs_tf32, monkeypatch):
+    """What nobody would read is not written: units of g where no gradient is asked for that takes them."""
     model, x = small(MIN_ADD)
-    gpu()
-    expected, ran = numerics.results(numerics.twin_of(model, "fused"), x), []
+    gpu(architecture=architecture)
+    expected, ran, empty, launch = (
+        numerics.results(numerics.twin_of(model, "fused"), x),
+        [],
+        [],
+        composed.Plan._launch,
+    )
+
+    def launched(*given):
+        made = launch(*given)
+        empty.extend(made.made[len(made.like) :])
+        return made
+
+    monkeypatch.setattr(composed.Plan, "_launch", launched)
 
     def watched(load, **options):
         kernels = load(**options)
@@ -399,14 +448,16 @@ def test_only_what_is_asked_for(gpu, monkeypatch):
         ({"x", "conv.weight"}, ["forward_saving", "backward_parameters"]),
         ({"conv.weight", "bias"}, ["forward_saving", "backward_parameters", "backward_input"]),
     ):
-        gpu()
+        gpu(architecture=architecture)
         monkeypatch.setattr(inline_loader, "load", functools.partial(watched, inline_loader.load))
-        new, ran[:] = numerics.twin_of(copy.deepcopy(model), "fused"), []
+        new, ran[:], empty[:] = numerics.twin_of(copy.deepcopy(model), "fused"), [], []
         for name, parameter in new.named_parameters():
             parameter.requires_grad_(name not in frozen)
         leaf = x.clone().requires_grad_("x" not in frozen)
         new(leaf).sum().backward()
         assert ran == launchers
+        assert ("largest_g" in empty) == (launchers[-1] == "backward_parameters")
+        assert ("units" in empty) == (launchers[-1] == "backward_parameters" or architecture < 900)
         for name, t in {"x": leaf, **dict(new.named_parameters())}.items():
             assert t.grad is None if name in frozen else torch.equal(t.grad, expected[name])
 

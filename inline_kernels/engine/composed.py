@@ -17,7 +17,7 @@ forward(Out y, …) gives y; forward_saving, or where there is none forward, wha
 `EXPORT int64_t <name>_size(…) { return …; }` says, an expression that is Python's, too, but for `/`: it gives shapes where nothing is built.
 Without gradients they have no elements. Launchers backward… run in the source's order, but for those that have no more than another one has of
 what is wanted: they give dx and dweight, without elements where nobody wants them, a d_<name> of each parameter, of as many elements as that
-has, and may give more to those behind them.
+has, and may give more to those behind them, which has no elements where none of those runs.
 """
 
 from __future__ import annotations
@@ -371,6 +371,8 @@ class Plan:
             for p in each.parameters
             if p.tensor and not p.written
         }
+        for name in self.made.keys() - read.keys():
+            shapes[name] = (0,)  # for launchers that do not run
         reads = [
             i
             for i, (name, t) in enumerate(zip(self.names, arguments))

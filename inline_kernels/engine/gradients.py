@@ -40,7 +40,7 @@ _TEXT = """// The gradient of {of}
 #include "grad/packed_{name}.cuh"
 
 using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {kernels}>;
-using Target = conv::Target<CAPABILITY, SHARED_LIMIT, 1, 1, 0, COUNTS_IN_INT>;
+using Target = conv::Target<CAPABILITY, SHARED_LIMIT, 1, COUNTS_IN_INT>;
 using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;
 
 EXPORT void backward(Out<value_t> gradient, In<value_t> dz, In<value_t> other, cudaStream_t stream) {{

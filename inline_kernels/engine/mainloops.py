@@ -636,7 +636,7 @@ MAINLOOPS = (
         2,
         headers=("conv/wide.cuh",),
         declared=f"{_FILTER}\n"
-        "using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT, JOINED>;\n"
+        "using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, COUNTS_IN_INT, JOINED>;\n"
         "using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;",
         launch=["conv::pointwise<Build>(x, weight, stream, {stored});"],
         obstacle=_wide_obstacle,

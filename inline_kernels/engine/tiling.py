@@ -319,15 +319,11 @@ def wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
 def wide_defines(x: Tensor, weight: Tensor, split: bool, *, aligned: bool, gradients: bool) -> dict[str, int]:
     """What a build of forward or of the gradients knows of the GPU and of x. Tiles and scratch are the kernels' own affair.
     split: is an operand the sum of two float16? aligned: does x begin at a multiple of 16 bytes, in forward of 4?"""
-    (N, _, H, W), kw, (capability, shared, *_) = x.shape, weight.shape[3], device_properties(x.device.index)
+    (N, _, H, W), (capability, shared, *_) = x.shape, device_properties(x.device.index)
     counts_in_int = N * H * ceil_div(W, COLUMNS) < 2**31 and H * W < 2**31
     words = 1 if x.element_size() == 4 or W % 2 or not aligned else 2  # of 4 bytes, in forward
-    # Forward reads no dy, and has tiles for rows of any length.
-    x_aligned, dy_aligned = (
-        (4 if W % 4 == 0 and aligned else 1, 1 + (W - kw) % 2) if gradients else (words, 1)
-    )
     known = {"SPLIT": int(split), "CAPABILITY": 90 if capability == (9, 0) else 80, "SHARED_LIMIT": shared}
-    known |= {"X_ALIGNED": x_aligned, "DY_ALIGNED": dy_aligned, "ONE_TILE": int(gradients and W <= COLUMNS)}
+    known["X_ALIGNED"] = words if not gradients else 4 if W % 4 == 0 and aligned else 1
     known["COUNTS_IN_INT"] = int(counts_in_int)
     return spatial_defines(weight.shape) | known
 

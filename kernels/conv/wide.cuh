@@ -31,12 +31,11 @@ namespace conv {
 constexpr int64_t kMostCounted = int64_t(1) << 31;  // where counts are int
 
 // What a build knows of its GPU and of sizes: the compute capability, 90 of 9.0, and the bytes of shared
-// memory that a block may ask for; at multiples of how many elements x's and dy's rows begin; has a row of x
-// one tile; are there fewer than kMostCounted tiles, and pixels of a plane; and are tiles of a row of v joined
-// (store::JoinedRows)?
-template <int kCapability_, int kShared, int kX, int kDy, bool kOne, bool kInt, bool kJoins = false> struct Target {
-  static constexpr int kCapability = kCapability_, kSharedLimit = kShared, kXAligned = kX, kDyAligned = kDy;
-  static constexpr bool kOneTile = kOne, kCountsInInt = kInt, kJoinsTiles = kJoins;
+// memory that a block may ask for; at multiples of how many elements x's rows begin; are there fewer than
+// kMostCounted tiles, and pixels of a plane; and are tiles of a row of v joined (store::JoinedRows)?
+template <int kCapability_, int kShared, int kX, bool kInt, bool kJoins = false> struct Target {
+  static constexpr int kCapability = kCapability_, kSharedLimit = kShared, kXAligned = kX;
+  static constexpr bool kCountsInInt = kInt, kJoinsTiles = kJoins;
 };
 
 // What the kernels of a convolution and its gradients are compiled for.
@@ -68,8 +67,11 @@ struct Mainloop {
   static constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64, kChannels = round_up(Filter::kIn, 16);
 
   using Sm90 = WideSm90<Conv<Tile<kChannels, kBlockChannels>>, Source, Tail, Keep, Out>;
-  static constexpr bool kBySm90 =
-      kMayBySm90 && Target::kCapability == 90 && Sm90::fits(Target::kSharedLimit);
+  static constexpr bool by_sm90() {  // which not every source has a producer for
+    if constexpr (kMayBySm90 && Target::kCapability == 90) return Sm90::fits(Target::kSharedLimit);
+    else return false;
+  }
+  static constexpr bool kBySm90 = by_sm90();
 
   template <class T> using Sm80 = WideSm80<Conv<T>, Source, Tail, Keep, Out>;
   template <int kKBlock, int kRows> static constexpr auto fitting() {

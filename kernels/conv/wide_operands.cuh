@@ -176,7 +176,7 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Ar
 // A source: x (N, kChannelsIn, H, W). Its samples' largest magnitudes are found while it is read.
 template <class Operands> struct Input {
   const typename Operands::value_t* x;
-  static constexpr bool kGuessesScale = Operands::kScaled, kWholeRows = false;
+  static constexpr bool kGuessesScale = Operands::kScaled;
   static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
     return Operands::sample_exponent(largest);
   }

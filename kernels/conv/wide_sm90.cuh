@@ -45,7 +45,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
       Conv::kMTiles, Conv::kPitch, Conv::kRowBytes, Conv::kScaled, Conv::kTapSteps;
   using Layout::kConstantsAt, Layout::kInTurns, Layout::kRegisterSteps, Layout::kSharedConstants,
       Layout::kSharers, Layout::kStages, Layout::kStagingAt, Layout::kSteps, Layout::kWarpBytes,
-      Layout::kWeightBytes, Layout::kWeightCopies, Layout::kWholeRows;
+      Layout::kWeightBytes, Layout::kWeightCopies;
 
 #if TENSOR_CORE_WGMMA
 
@@ -171,7 +171,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
       __syncwarp();  // the constants are there
       const int64_t first = ((int64_t(place.n) * kChannelsOut + channel) * OH + place.row) * OW + place.column;
       result_t* to = args.out.y + first;
-      const int pixels = OW - (kWholeRows ? 0 : place.column);
+      const int pixels = OW - place.column;
       uint32_t* words =
           args.keep.template at<kChannelsOut>(place.n, channel, place.row, place.column, OH, OW);
 #pragma unroll

@@ -35,7 +35,6 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Pi
   // compute different channels of the same tile, and multiply in turns.
   static constexpr int kSharers = kConsumers * 64 / kBlockChannels;
   static constexpr bool kInTurns = kSharers == 1 || kTransposed;
-  static constexpr bool kWholeRows = Source::kWholeRows;  // is a tile always a row?
 
   static constexpr int kStages = kKernelH + 1;  // rows of operands: those of a tile, and the next
   // A consumer's: [step][channel group][channel]. A transposed convolution has one copy for both.

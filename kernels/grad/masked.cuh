@@ -140,12 +140,6 @@ template <int kChannels> struct MaskedStrip {
   }
 };
 
-// The scale of a consumer's sums, which is the same for all samples, since operands have it (SampleScales).
-template <int kTiles> struct OneScale {
-  __device__ __forceinline__ int pixels(int said, float (*)[4]) const { return said; }
-  __device__ __forceinline__ void undo(float (*)[4]) const {}
-};
-
 // A source of a convolution: g (N, kChannels, H', W') of a tail, from dy and masks. Its samples' largest
 // magnitudes are known before (grad/wide_sums.cuh).
 template <class Tail_, int kChannels_> struct Masked {
@@ -155,9 +149,7 @@ template <class Tail_, int kChannels_> struct Masked {
   const output_t* dy;
   const uint32_t* words;
   Tail tail;
-  static constexpr bool kGuessesScale = false, kWholeRows = true;
-  template <int kTiles> using SumScale = OneScale<kTiles>;
-  static constexpr int kStages = 3;  // of the weights' gradient by wgmma; beside them lie rows as they are
+  static constexpr bool kGuessesScale = false, kUnits = false;
   static __device__ __forceinline__ int sample_exponent(uint32_t largest) { return top_exponent(largest); }
   // That of the samples from n on.
   Masked from(int64_t n, int64_t height, int64_t width) const {

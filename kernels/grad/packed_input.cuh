@@ -4,22 +4,32 @@
 // Bytes at (128, 64, 128, 128), 3×3, 128 channels out: 520 MB of g read, 537 MB of dx written. Bound: 300
 // GFLOP 0.34 ms by wgmma, memory 0.25 ms.
 #pragma once
+#include "conv/wide.cuh"
 #include "grad/packed.cuh"
-#include "grad/wide_input.cuh"
 
 namespace grad {
+
+using namespace conv;
+
+// A tile must have all channels of x.
+template <class Build, class Source>
+using InputMainloop =
+    Mainloop<Filter<Build::Filter::kOut, Build::Filter::kIn, Build::Filter::kHeight, Build::Filter::kWidth>,
+             typename Build::Operands, typename Build::Target,
+             Build::kCountsInInt && Source::kUnits && Build::Filter::kIn <= 64, true, Source, Identity,
+             store::Nothing, store::DirectRows<typename Build::value_t>>;
 
 // A source of the transposed convolution: g in units, of samples whose exponents stand in the place of
 // largest magnitudes.
 struct PackedGradient {
   const uint4* g;
   int groups;  // of channels
-  static constexpr bool kGuessesScale = false, kWholeRows = false;
+  static constexpr bool kGuessesScale = false, kUnits = true;
   static __device__ __forceinline__ int sample_exponent(uint32_t exponent) { return int(exponent); }
 };
 
 // The exponents of the samples, as they were packed at last. One block.
-inline __global__ void exponents_kernel(uint32_t* exponents, Scales scales, int64_t N) {
+template <class Scales> __global__ void exponents_kernel(uint32_t* exponents, Scales scales, int64_t N) {
 #if __CUDA_ARCH__ >= 800
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) exponents[n] = uint32_t(scales.last(n));
 #endif
@@ -90,30 +100,29 @@ template <class Conv> struct Producer<Conv, grad::PackedGradient> : Conv {
 
 namespace grad {
 
-// dx, of g (packed_size) in units.
+// Does a mainloop take units of g as they lie?
+template <class Build, class Choice = InputMainloop<Build, PackedGradient>>
+constexpr bool kOfWholeUnits = Choice::kBySm90 || Choice::Loop::kChannelGroups == ceil_div(Build::Filter::kOut, 8);
+
+// dx, of g in units under their scales.
 template <class Build>
-void packed_input(Out<typename Build::value_t> dx, In<typename Build::value_t> g,
-                  In<typename Build::value_t> weight, cudaStream_t stream) {
-  using value_t = typename Build::value_t;
+void input_of_units(Out<typename Build::value_t> dx, const uint4* units, const Scales& scales,
+                    In<typename Build::value_t> weight, cudaStream_t stream) {
   using Filter = typename Build::Filter;
   using Choice = InputMainloop<Build, PackedGradient>;
   using Loop = typename Choice::Loop;
-  constexpr int kGroups = Filter::kOut / 8;
-  static_assert(Filter::kOut % 8 == 0 && (Choice::kBySm90 || Loop::kChannelGroups == kGroups), "whole units");
+  static_assert(kOfWholeUnits<Build>, "whole units");
   Build::check(dx, weight);
   const int64_t N = dx.size(0), H = dx.size(2), W = dx.size(3);
   const int64_t height = H - Filter::kHeight + 1, width = W - Filter::kWidth + 1;
-  expect(g.numel() == packed_size<value_t>(N, Filter::kOut, height * width), "g in units");
-  value_t* const given = const_cast<value_t*>(g.data);
-  const uint4* const units = reinterpret_cast<const uint4*>(given);
+  if (N == 0) return;
   const Scratch<uint32_t> sample_exponents(N, stream);
-  if (Build::Operands::kScaled) {
-    exponents_kernel<<<1, 128, 0, stream>>>(sample_exponents, scales_of(given, N, Filter::kOut, height * width), N);
-  }
+  if (Build::Operands::kScaled) exponents_kernel<<<1, 128, 0, stream>>>(sample_exponents, scales, N);
   const Scratch<int32_t> exponents(Loop::kPaddedOut, stream);
   const Scratch<uint4> packed_weight(Loop::kPackedWeights, stream);
   pack_weight<Loop>(packed_weight, exponents, nullptr, weight, 0, stream);
-  const typename Loop::Arguments args{{dx}, {}, {units, kGroups}, packed_weight, exponents, sample_exponents,
+  const PackedGradient source{units, ceil_div(Filter::kOut, 8)};
+  const typename Loop::Arguments args{{dx}, {}, source, packed_weight, exponents, sample_exponents,
                                       {}, N, height, width};
   if constexpr (Choice::kBySm90) {
     expect(N * H * ((W + kTileWidth - 1) / kTileWidth) < kMostCounted && height * width < kMostCounted,
@@ -122,6 +131,20 @@ void packed_input(Out<typename Build::value_t> dx, In<typename Build::value_t> g
   } else {
     convolve_packed<Loop>(args, units, stream);
   }
+}
+
+// dx, of g (packed_size) in units.
+template <class Build>
+void packed_input(Out<typename Build::value_t> dx, In<typename Build::value_t> g,
+                  In<typename Build::value_t> weight, cudaStream_t stream) {
+  using value_t = typename Build::value_t;
+  using Filter = typename Build::Filter;
+  static_assert(Filter::kOut % 8 == 0, "whole units");
+  const int64_t N = dx.size(0), S = (dx.size(2) - Filter::kHeight + 1) * (dx.size(3) - Filter::kWidth + 1);
+  expect(g.numel() == packed_size<value_t>(N, Filter::kOut, S), "g in units");
+  value_t* const given = const_cast<value_t*>(g.data);
+  const Scales scales = scales_of(given, N, Filter::kOut, S);
+  input_of_units<Build>(dx, reinterpret_cast<const uint4*>(given), scales, weight, stream);
 }
 
 }  // namespace grad

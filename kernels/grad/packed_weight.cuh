@@ -35,13 +35,10 @@ template <class Filter, class Operands> struct PackedInput : Operands {
 template <class Filter, class Operands, class Target, class Source>
 struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, Target, Source>> {
   using Base = PackedStages<Filter, WideWeightSm90<Filter, Operands, Target, Source>>;
-  using typename Base::BlockPlace, typename Base::operand_t;
-  using Base::kBlocks, Base::kBlockTaps, Base::kBlockThreads, Base::kConsumerTaps, Base::kInputPitch, Base::kOperandBytes,
-      Base::kSlot, Base::kSlots, Base::kSplit, Base::kStage, Base::kStages, Base::kTail, Base::kTailPixels,
-      Base::kTapColumns, Base::kThreadSums;
-  // Consumers have g's fragments in registers, which all taps of theirs take.
-  static constexpr int kProducerRegisters = 72, kConsumerRegisters[] = {200, 168};
-  static_assert(kProducerRegisters * 2 + kConsumerRegisters[0] + kConsumerRegisters[1] <= 65536 / kWarpgroup);
+  using typename Base::BlockPlace;
+  using Base::kBlocks, Base::kBlockThreads, Base::kConsumerRegisters, Base::kConsumerTaps, Base::kOperandBytes,
+      Base::kProducerRegisters, Base::kSlot, Base::kSlots, Base::kSplit, Base::kStage, Base::kStages,
+      Base::kTail, Base::kTailPixels, Base::kThreadSums;
   static constexpr int kAhead = Source::kAhead, kGroupWarps = kWarps / 2;
   // Operands, zeros, barriers, and each stage's word.
   static constexpr int kSharedBytes = kOperandBytes + kTailPixels * 16 + kStages * (2 * 8 + 4);
@@ -96,68 +93,6 @@ struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, 
     }
   }
 
-  // Sums of the taps from kFirst on, a consumer's.
-  template <int kFirst>
-  static __device__ __forceinline__ void consume(float* partial, const StepPipeline& pipeline,
-                                                 uint32_t inputs, uint32_t gradients, uint32_t zeros) {
-    constexpr int kTaps = kBlockTaps - kFirst < kConsumerTaps ? kBlockTaps - kFirst : kConsumerTaps;
-    float sums[kConsumerTaps][8][4] = {};
-    PipelineState<kStages> state;
-    // load_matrices_transposed: lanes 0-7 give pixels 0-7 of the warp's first channel group, 8-15 those of its
-    // second one, 16-31 pixels 8-15 likewise.
-    const int lane = threadIdx.x % 32, group = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-    const uint32_t of_lane = gradients + 16 * (group * kStrip + lane / 16 * 8 + lane % 8);
-    typename Source::template SumScale<kConsumerTaps * 8> scale;
-#pragma unroll 1
-    for (int step = 0;; step++, state.advance()) {
-      pipeline.consumer_wait(state);
-      const int said = __shfl_sync(0xffffffffu, pipeline.pixels[state.stage], 0);
-      if (said < 0) break;
-      const int pixels = scale.pixels(said, &sums[0][0]);
-      if (pixels > 0 && kTaps > 0) {
-        uint32_t fragments[2][4];  // of 16 pixels, and of the next
-        const auto load = [&](int k) {
-          load_matrices_transposed(fragments[k % 2], of_lane + 16 * (state.stage * kStage + k * 16));
-        };
-        load(0);
-#pragma unroll
-        for (int k = 0; k < kStrip / 16; k++) {
-          begin_products();
-          const typename Base::Columns columns(pixels - k * 16, k, inputs, zeros);
-#pragma unroll
-          for (int i = 0; i < kTaps; i++) {
-            const int row = (kFirst + i) / kTapColumns, column = (kFirst + i) % kTapColumns;
-            const uint32_t at = columns.at(Base::slot_of(step, row), column);
-            multiply_add_transposed<operand_t>(sums[i], fragments[k % 2], describe_transposed(at, columns.pitch));
-          }
-          commit_products();
-          if (k + 1 == kStrip / 16) break;
-          await_products<1>();  // those that read the registers of the next but one
-          load(k + 1);
-        }
-        await_products<0>();
-      }
-      __syncwarp();  // all lanes have read
-      pipeline.consumer_release(state);
-    }
-    scale.undo(&sums[0][0]);
-    Base::template store_sums<kTaps>(partial, sums);
-  }
-
-  // What a consumer's threads do of a block, its own part of `partial` behind them.
-  static __device__ __forceinline__ void consume(float* partial, const StepPipeline& pipeline, uint4* shared) {
-    uint4 *const gradients = shared + kSlots * kSlot, *const zeros = gradients + kStages * kStage;
-    partial += (int64_t(blockIdx.x) * gridDim.y + blockIdx.y) * kThreadSums * kThreads;
-    const uint32_t inputs = shared_address(shared), of_gradients = shared_address(gradients);
-    if (threadIdx.x < kThreads + kWarpgroup) {
-      take_registers_to<kConsumerRegisters[0]>();
-      consume<0>(partial, pipeline, inputs, of_gradients, shared_address(zeros));
-    } else {
-      take_registers_to<kConsumerRegisters[1]>();
-      consume<kConsumerTaps>(partial, pipeline, inputs, of_gradients, shared_address(zeros));
-    }
-  }
-
   static __device__ __forceinline__ void run(float* partial, const Source& source, int64_t N, int64_t H,
                                              int64_t W) {
     extern __shared__ uint4 shared[];
@@ -179,7 +114,7 @@ struct PackedWeightSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, 
       if (threadIdx.x < kThreads / 2) produce<true>(walk, pipeline, gradients);
       else produce<false>(walk, pipeline, shared);
     } else {
-      consume(partial, pipeline, shared);
+      Base::consume(partial, pipeline, shared);
     }
   }
 

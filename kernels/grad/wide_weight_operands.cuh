@@ -9,15 +9,16 @@ namespace grad {
 // One of a block's sums: the tap, and the channels out and in.
 struct SumPlace { int tap, out, in; };
 
-// The least exponent of a sample's products, where g and x are each scaled as far up as operands go; to all
-// threads of the block. Samples of zeros don't count.
-__device__ __forceinline__ int common_exponent(const uint32_t* largest_x, const uint32_t* largest_g, int64_t N) {
+// The least exponent of a sample's products, that of n being exponent_of(n); to all threads of the block.
+// Samples of zeros don't count.
+template <class Exponent>
+__device__ __forceinline__ int common_exponent(const uint32_t* largest_x, const uint32_t* largest_g, int64_t N,
+                                               const Exponent& exponent_of) {
   __shared__ int negative;
   if (threadIdx.x == 0) negative = -254;
   __syncthreads();  // set before anyone raises it
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x)
-    if (largest_x[n] && largest_g[n])
-      atomicMax(&negative, -(top_exponent(largest_x[n]) + top_exponent(largest_g[n])));
+    if (largest_x[n] && largest_g[n]) atomicMax(&negative, -exponent_of(n));
   __syncthreads();  // complete before anyone reads it
   return -negative;
 }
@@ -40,14 +41,16 @@ struct Step {
   SampleScales scales;
 };
 
-// By wgmma: 8 channels of a row of g or x as they are, on their way to shared memory in the background.
-template <class T> struct RawGroup {
+// By wgmma: 8 channels of a row of x as they are, on their way to shared memory in the background; and what a
+// walk says of the step then.
+template <class T> struct alignas(16) RawGroup {
   T values[8][kStrip];
-  T edge[64];          // of x, pixel·8 + channel
-  uint32_t words[32];  // of g's masks
+  T edge[64];  // pixel·8 + channel
+  int across;
+  float scale;
 };
 
-// The source is g's (Masked).
+// The source is g's.
 template <class Filter, class Operands, class Target, class Source_, bool kWgmma_>
 struct WideWeight : Operands {
   using Source = Source_;
@@ -74,14 +77,17 @@ struct WideWeight : Operands {
   // Pixels of a row that are copied at a time: all strips begin at a multiple of so many. (A block's first
   // column may be any where there are several groups of columns.)
   static constexpr int kCopiedX = kColumnGroups == 1 && Target::kXAligned % 4 == 0 ? 4 : 1;
-  static constexpr int kCopiedDy = Target::kDyAligned % 2 == 0 ? 2 : 1;
 
   // Shared memory, in units of 16 bytes, 8 channels of a pixel: rows of x [slot][part][channel group][pixel],
   // and g [stage][part][channel group][pixel]. By wgmma a row of x ends with the last 16 pixels of the strip
   // as each tap's column sees them [column][channel group][pixel], zeros past the end.
   static constexpr int kTailPixels = 16;
   static constexpr int kInputPitch = kStrip + kTapColumns - 1;
-  static constexpr int kStages = kWgmma ? Source::kStages : 2;  // of g: the row in use and those to come
+  static constexpr int stages() {
+    if constexpr (kWgmma) return Source::kStages;
+    else return 2;
+  }
+  static constexpr int kStages = stages();  // of g: the row in use and those to come
   static constexpr int kSlots = kTapRows - 1 + kStages;   // likewise of x, a circular buffer
   static constexpr int kTail = kWgmma ? kWarps * kTailPixels : 0;  // of a column
   static constexpr int kSlot = kParts * kWarps * kInputPitch + kTapColumns * kTail;
@@ -107,8 +113,13 @@ struct WideWeight : Operands {
     return out < kChannelsOut && in < kChannelsIn ? int64_t(out) * kChannelsIn + in : -1;
   }
 
-  static __device__ __forceinline__ int common_exponent(const uint32_t* largest_x, const uint32_t* largest_g, int64_t N) {
-    return kScaled ? grad::common_exponent(largest_x, largest_g, N) : 0;
+  // Where g and x are each scaled as far up as operands go.
+  static __device__ __forceinline__ int common_exponent(const Source&, const uint32_t* largest_x,
+                                                        const uint32_t* largest_g, int64_t N) {
+    if constexpr (!kScaled) return 0;
+    return grad::common_exponent(largest_x, largest_g, N, [&](int64_t n) {
+      return top_exponent(largest_x[n]) + top_exponent(largest_g[n]);
+    });
   }
 
 #if __CUDA_ARCH__ >= 800
@@ -175,8 +186,7 @@ struct WideWeight : Operands {
     }
   };
 
-  // 8 channels of a step's g on their way to shared memory, in a warp's registers: the walk's, or by way of
-  // raw those that lie so many `groups` past it.
+  // 8 channels of a step's g on their way to shared memory, in a warp's registers.
   struct StagedGradient {
     Strip strip;
 
@@ -184,19 +194,6 @@ struct WideWeight : Operands {
       if (walk.ahead()) return;
       const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
       strip.load(walk.dy, walk.words, walk.place.channel_out / 8 + walk.group, plane_size, walk.pixels);
-    }
-    using Raw = RawGroup<output_t>;
-    static __device__ __forceinline__ void copy(Raw& to, const Walk& walk, int groups) {
-      if (walk.ahead()) return;
-      const int group = walk.place.channel_out / 8 + walk.group + groups, lane = threadIdx.x % 32;
-      const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
-      const output_t* const dy = walk.dy + groups * 8 * plane_size;
-      copy_strip<kChannelsOut, kCopiedDy>(to.values, dy, group, plane_size, walk.pixels);
-      if (kChannelsOut % 64 == 0 || group * 8 + lane / 4 < kChannelsOut)
-        copy_raw(to.words + lane, walk.words + groups * 32 + lane);
-    }
-    __device__ __forceinline__ void load(const Raw& from, const Step& step) {
-      strip.load(&from.values[0][0], from.words, 0, kStrip, step.pixels);
     }
     // To a stage, as operands.
     __device__ __forceinline__ void store(uint4* stage, int group, const Step& step,
@@ -232,30 +229,27 @@ struct WideWeight : Operands {
         if (exists) edge[k] = walk.x[i % 8 * walk.H * walk.W + kStrip + i / 8];
       }
     }
+    // By way of raw.
     using Raw = RawGroup<value_t>;
-    static __device__ __forceinline__ void copy(Raw& to, const Walk& walk, int groups) {
-      const int group = walk.place.channel_in / 8 + walk.group + groups;
+    template <class Walk> static __device__ __forceinline__ void copy(Raw& to, const Walk& walk) {
+      const int group = walk.place.channel_in / 8 + walk.group;
       const int real = walk.pixels + kKernelW - 1 - walk.place.kernel_column;
-      const value_t* const x = walk.x + groups * 8 * walk.H * walk.W;
-      copy_strip<kChannelsIn, kCopiedX>(to.values, x, group, walk.H * walk.W, real);
+      copy_strip<kChannelsIn, kCopiedX>(to.values, walk.x, group, walk.H * walk.W, real);
 #pragma unroll
       for (int i = threadIdx.x % 32; i < (kTapColumns - 1) * 8; i += 32)
         if (group * 8 + i % 8 < kChannelsIn && kStrip + i / 8 < real)
-          copy_raw(to.edge + i, x + i % 8 * walk.H * walk.W + kStrip + i / 8);
+          copy_raw(to.edge + i, walk.x + i % 8 * walk.H * walk.W + kStrip + i / 8);
     }
-    __device__ __forceinline__ void load(const Raw& from, const Step&) {
+    __device__ __forceinline__ void load(const Raw& from) {
       const int lane = threadIdx.x % 32;
       load_strip<64>(values, &from.values[0][0], 0, kStrip, kStrip);
 #pragma unroll
       for (int k = 0; k < int(sizeof(edge) / sizeof(value_t)); k++) edge[k] = from.edge[(lane + k * 32) % 64];
     }
-    // To a slot, as operands.
-    __device__ __forceinline__ void store(uint4* slot, int group, const Step& step,
-                                          const typename Source::Tail&) const {
+    // To a slot, as operands under a scale, of a strip that is so many pixels across.
+    __device__ __forceinline__ void store(uint4* slot, int group, int across, float scale) const {
       const int lane = threadIdx.x % 32;
-      const auto operand = [&](float value) {
-        return kScaled ? Operands::scaled(value, step.scales.input) : value;
-      };
+      const auto operand = [&](float value) { return kScaled ? Operands::scaled(value, scale) : value; };
       uint4* const to = slot + group * kInputPitch;
 #pragma unroll
       for (int i = 0; i < kLanePixels; i++) {
@@ -273,7 +267,7 @@ struct WideWeight : Operands {
           reinterpret_cast<operand_t*>(to + part * kWarps * kInputPitch + kStrip + i / 8)[i % 8] =
               parts.part[part];
       }
-      if (kTail > 0 && step.across % kTailPixels) store_tails(slot, group, step.across);
+      if (kTail > 0 && across % kTailPixels) store_tails(slot, group, across);
     }
 
     // Each column's last pixels, from the channel group as it lies in the slot.

@@ -109,7 +109,7 @@ struct WideWeightSm80 : WideWeight<Filter, Operands, Target, Source, false> {
                                              int64_t H, int64_t W) {
     extern __shared__ uint4 shared[];
     uint4* const gradients = shared + kSlots * kSlot;
-    const int common = Base::common_exponent(largest_x, largest_g, N);
+    const int common = Base::common_exponent(source, largest_x, largest_g, N);
     const Strips strips(H - Base::kKernelH + 1, W - Base::kKernelW + 1);
     const int64_t count = strips.count(N);
     const BlockPlace place(blockIdx.y);
@@ -137,7 +137,7 @@ struct WideWeightSm80 : WideWeight<Filter, Operands, Target, Source, false> {
     const auto store = [&](int step) {
       if (staged.pixels < 0) return;
       gradient.store(gradients + step % kStages * kStage, warp, staged, source.tail);
-      input.store(shared + step % kSlots * kSlot, warp, staged, source.tail);
+      input.store(shared + step % kSlots * kSlot, warp, staged.across, staged.scales.input);
     };
     load();
     store(0);
