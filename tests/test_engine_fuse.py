@@ -271,3 +271,20 @@ def test_kernels_of_modules_that_numbers_name():
     assert [each.runs for each in fast.plan(x)] == ["load"]
     torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
     assert [each.runs for each in fast.plan(x)] == ["load"], "the build did not fail"
+
+
+class LeastOfChannels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3)
+
+    def forward(self, x):
+        return torch.min(self.conv(x), dim=1, keepdim=True).values.sigmoid()
+
+
+def test_a_field_of_a_result():
+    """torch.min gives a value and a place, of which `values` is read by name."""
+    model, x = LeastOfChannels(), torch.randn(2, 3, 9, 11)
+    fast = fuse(model)
+    assert fast.plan(x)[0].runs == "load"
+    torch.testing.assert_close(fast(x), model(x))

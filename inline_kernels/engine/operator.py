@@ -412,8 +412,8 @@ class Reference:
             return getattr(a, self.fields[value.name]) if named else value
 
         for node in self.eager.nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            args, kwargs = map_aggregate((args, kwargs), number)
+            # Numbers first: map_aggregate makes plain tuples of values such as torch.return_types.min.
+            args, kwargs = fx.map_arg(map_aggregate((node.args, node.kwargs), number), values.__getitem__)
             if node.op == "placeholder":
                 found = argument(next(names))
             elif node.op == "get_attr":
