@@ -212,7 +212,7 @@ def test_many_parts(layout, device, monkeypatch):
     if turned:
         monkeypatch.setattr(layouts, "fastest", lambda *given: layouts.TURNED)
         monkeypatch.setattr(
-            load_plan, "_shares", lambda most, planes: max(most, 33) if layout == "turned" else 2
+            load_plan, "_shares", lambda most, planes, _: max(most, 33) if layout == "turned" else 2
         )
         monkeypatch.setattr(load_plan, "_FEW_PARTS", 1 << 20)  # who plans would have fewer
     else:
@@ -331,7 +331,9 @@ def in_front(device, monkeypatch):
 )  # fmt: skip
 def test_y_alone_is_channels_last(tail, dtype, size, in_front, monkeypatch):
     """In front of a convolution: x stays where it is, and its gradient comes so; passes turn y and dy on their way."""
-    monkeypatch.setattr(load_plan, "_shares", lambda most, planes: min(most, 2))  # a block has several tiles
+    monkeypatch.setattr(
+        load_plan, "_shares", lambda most, planes, _: min(most, 2)
+    )  # a block has several tiles
     torch.manual_seed(0)
     model, x = InFront(tail, 40).to(dtype), torch.randn(2, 40, *size).to(dtype)
     run = assert_rule(model, x, label=tail, kind=OfInFront)

@@ -21,6 +21,7 @@ from .programs import Composed, composed_of, kind_for
 
 _FEW_PARTS = 32  # reduce.cuh's kFewParts: more are merged by a launch of their own, which takes 3 µs
 _BLOCKS = 384  # that keep a GPU busy
+_WAVE, _WAVES = 512, 2048  # blocks that a GPU runs at once, or that leave it no idle end
 
 
 @dataclass
@@ -184,18 +185,22 @@ def parts_of(plan: Plan, program: Program, number: int) -> int:
         packs = -(-plan.sizes.C // (4 if sums else pack))
         lanes = _lanes_across(packs)
         most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
-        if sums:  # a lane has eight positions, of which it reads four at once
-            planes = plan.sizes.N * side_by_side
-            return _few(_shares(-(-most // 8), planes), planes)
-        return max(_shares(most, plan.sizes.N * side_by_side), most // 4)
+        planes = plan.sizes.N * side_by_side
+        if sums:  # a lane has eight positions, of which it reads four at once; by channel more, because a block's last sums take as long as those
+            return _few(_shares(-(-most // 8), planes, _WAVES if each.by_sample else _WAVE), planes)
+        if each.by_sample:
+            return max(_shares(most, planes, _WAVES), most // 4)
+        return max(_shares(most, planes, _WAVE), _shares(most // 4, planes, 2 * _WAVE))
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
         side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
-        parts = most if plan.layout == UNITS else _shares(most, side_by_side)
+        parts = most if plan.layout == UNITS else _shares(most, side_by_side, _WAVES)
         return _few(parts, side_by_side) if sums and plan.turns_y else parts
     if plan.device == "cpu":
         return positions // (1 << 16 if not each.by_sample else 1 << 12) + 1
-    return positions // (1024 if each.by_sample else 4096) + 1
+    parts = positions // (1024 if each.by_sample else 4096) + 1
+    alone = sums and not each.by_sample and all(key.what != "value" for key in each.targets)
+    return _shares(parts, plan.sizes.N * plan.sizes.C, _WAVES) if alone else parts
 
 
 def _makes_dz_alone(program: Program, number: int) -> bool:
@@ -219,9 +224,9 @@ def _lanes_across(packs: int) -> int:
     return min(few, key=lambda lanes: -(-packs // lanes) * lanes)
 
 
-def _shares(most: int, planes: int) -> int:
-    """Blocks that share planes, of which they take some side by side: so many that a GPU has work for each of its blocks a few times."""
-    return max(1, min(most, -(-2048 // planes)))
+def _shares(most: int, planes: int, blocks: int) -> int:
+    """Blocks that share planes, of which they take some side by side: so many that there are `blocks`."""
+    return max(1, min(most, -(-blocks // planes)))
 
 
 def _few(parts: int, planes: int) -> int:

@@ -113,13 +113,15 @@ class PlaneText(PassText):
         constants = []
         if self.scalar:
             constants.append("bool kScalar = true" + ", kWindows = true" * (not self.picks_channel))
-        elif self.spreads and self.program.on_cpu:
+        elif self.spreads:
             constants.append("bool kWindows = true")
         if not (each.by_sample or self.program.on_cpu):
             single, writes = (str(each).lower() for each in (self.chooses, bool(self.made)))
             constants.append(f"bool kSingle = {single}, kWrites = {writes}")
             held = sum(node.space.c for node in plane.known)  # small values by channel
-            constants.append(f"int kHeld = {held}, kSums = {len(totals)}")
+            constants.append(
+                f"int kHeld = {held}, kSums = {len(totals)}, kInstructions = {instructions(point.known)}"
+            )
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends], constants)
 
     def _leave(self, each: Planes, last: Scope | None) -> None:

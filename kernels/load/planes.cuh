@@ -41,6 +41,42 @@ template <class E, int K> __device__ __forceinline__ void put(E* to, const Memor
   __stcg(reinterpret_cast<Word*>(to), reinterpret_cast<const Word&>(values));
 }
 
+// What a pass writes at a point, of at most kMost arrays, until points behind it are read: a load doesn't pass a store that it might meet, so
+// that a thread would wait for memory point by point. Where it is known how much was taken, all this is registers.
+class Later {
+ public:
+  template <class E, int K> __device__ __forceinline__ void take(E* to, const Memory<E, K>& values) {
+    using Word = Memory<unsigned, 4>;
+    if (sizeof values > sizeof(Word) || sizeof values % 4 || count_ == kMost) {
+      *reinterpret_cast<Memory<E, K>*>(to) = values;
+    } else {
+      to_[count_] = to, bytes_[count_] = sizeof values;
+      memcpy(&words_[count_++], &values, sizeof values < sizeof(Word) ? sizeof values : sizeof(Word));
+    }
+  }
+  __device__ __forceinline__ void store() const {
+#pragma unroll
+    for (int i = 0; i < kMost; i++) {
+      if (i >= count_) continue;
+      if (bytes_[i] == 16) store<4>(i);
+      else if (bytes_[i] == 8) store<2>(i);
+      else store<1>(i);
+    }
+  }
+
+ private:
+  template <int words> __device__ __forceinline__ void store(int i) const {
+    Memory<unsigned, words> values;
+#pragma unroll
+    for (int j = 0; j < words; j++) values.at[j] = words_[i].at[j];
+    *reinterpret_cast<Memory<unsigned, words>*>(to_[i]) = values;
+  }
+  static constexpr int kMost = 3;
+  int count_ = 0, bytes_[kMost];
+  void* to_[kMost];
+  Memory<unsigned, 4> words_[kMost];
+};
+
 // f(K), for the greatest power of two up to K that `width` is.
 template <int K, class F> __device__ __forceinline__ void with_width(unsigned width, const F& f) {
   if constexpr (K == 1) f(std::integral_constant<int, 1>());
@@ -92,6 +128,7 @@ template <int K, bool across = false> struct Point {
   int position, place;
   bool aligned;  // is offset() a multiple of K?
   bool inside = true;  // or, of a window, where that has no position, and another stands for it
+  Later* later = nullptr;  // takes what is written, if it is there
 
   // Of lane i.
   __device__ __forceinline__ int64_t place_in_planes(int i = 0) const {
@@ -117,7 +154,8 @@ template <int K, bool across = false> struct Point {
       Memory<E, K> memory;
 #pragma unroll
       for (int i = 0; i < K; i++) memory.at[i] = E(lane_of(x, i));
-      *reinterpret_cast<Memory<E, K>*>(to + offset()) = memory;
+      if (later) later->take(to + offset(), memory);
+      else *reinterpret_cast<Memory<E, K>*>(to + offset()) = memory;
     }
   }
   template <class E, class X> __device__ __forceinline__ void write_operand(E* to, const X& x) const {
@@ -306,8 +344,8 @@ template <Order order> __device__ __forceinline__ unsigned block() {
   return order == Order::kUp ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
 }
 
-// A thread's share of a plane.
-template <bool kScalar, Order order> class Plane {
+// A thread's share of a plane; see LastPlane of kAtOnce.
+template <bool kScalar, int kAtOnce, Order order> class Plane {
  public:
   const int64_t n, c;
   __device__ Plane(const Extent& extent, const value_t* values, unsigned parts)
@@ -320,14 +358,22 @@ template <bool kScalar, Order order> class Plane {
     if constexpr (kScalar) {
       for (int i = first; i < S; i += step) f(point<1>(i));
     } else {
-      const int before = int(int64_t(plane_) * S % kPack);  // of the plane's first pack
-      for (int i = first * kPack - before; i < S; i += step * kPack) {
+      const int before = int(int64_t(plane_) * S % kPack), stride = step * kPack;  // before: of the plane's first pack
+      const auto some = [&](int i) {
         if (i >= 0 && i + kPack <= S) {
           f(point<kPack>(i));
         } else {
           for (int j = i < 0 ? 0 : i; j < i + kPack && j < S; j++) f(point<1>(j));
         }
+      };
+      int i = first * kPack - before;
+      if constexpr (kAtOnce > 1) {
+        if (i < 0) some(i), i += stride;
+        for (; i < S - (kAtOnce - 1) * stride - (kPack - 1); i += kAtOnce * stride)
+#pragma unroll
+          for (int j = 0; j < kAtOnce; j++) f(point<kPack>(i + j * stride));
       }
+      for (; i < S; i += stride) some(i);
     }
   }
   // Positions of the finer level that lie in no window.
@@ -402,20 +448,27 @@ template <int K> struct MomentsAcross {
   }
 };
 
-// Channels last: registers are full of what a pass has by channel, kHeld small values and kSums sums. kWrites: at positions.
+template <class Pass, class = void> constexpr bool has_windows = false;
+template <class Pass> constexpr bool has_windows<Pass, std::enable_if_t<Pass::kWindows>> = true;
+
+// Channels last: registers are full of what a pass has by channel, kHeld small values and kSums sums, and of what it computes of a point in
+// about kInstructions. kWrites: at positions.
+constexpr int kMostAtOnce = 16;
 template <class Pass, class = void> struct Last {
   static constexpr int channels = kPack, at_once = 1, blocks = channels * sizeof(real) > 16 ? 2 : 3;
+  static constexpr bool writes = true;
 };
 template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {
   static constexpr bool few = !Pass::kSums && Pass::kHeld <= 4;
   static constexpr int held = Pass::kHeld + 3 * Pass::kSums;  // by a channel
-  static constexpr int channels = Pass::kSingle ? 1 : few ? kPack : 4, at_once = Pass::kWrites || held > 16 ? 1 : Sum::kFew;
+  static constexpr bool writes = Pass::kWrites, at_one = writes && (has_windows<Pass> || Pass::kInstructions > kMostAtOnce);
+  static constexpr int channels = Pass::kSingle ? 1 : few ? kPack : 4, at_once = held > 16 || at_one ? 1 : Sum::kFew;
   static constexpr int blocks = (few ? channels : 4) * sizeof(real) > 16 || held > (at_once > 1 ? 7 : 9) ? 2 : 3;
 };
 
 // A lane's share of some planes, where arrays are channels last: K channels side by side at some positions. C is a multiple of K. Rows of
 // lanes_across lanes take positions in turn. A lane behind the last channel stands for it and does nothing.
-template <int K, int kAtOnce, Order order> class LastPlane {
+template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   static_assert(kAtOnce == 1 || kAtOnce == Sum::kFew);
   using ThePoint = Point<K, (K > 1)>;
 
@@ -425,11 +478,22 @@ template <int K, int kAtOnce, Order order> class LastPlane {
   __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts)
       : LastPlane(extent, values, parts, lanes_across(extent.C, K)) {}
 
-  // kAtOnce points read before the first is used, where the pass writes nothing.
+  // kAtOnce points are read before what is made of the first is written, or summed.
   template <class F> __device__ __forceinline__ void each(const F& f) {
     const int S = active_ ? extent_.positions() : 0, step = this->step();
     int i = first();
-    if constexpr (kAtOnce > 1) {
+    if constexpr (kWrites && kAtOnce > 1) {
+      for (; i + (kAtOnce - 1) * step < S; i += kAtOnce * step) {
+        Later later[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; j++) {
+          turn_ = j;
+          f(point(extent_, i + j * step, &later[j]));
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; j++) later[j].store();
+      }
+    } else if constexpr (kAtOnce > 1) {
       for (; i + (kAtOnce - 1) * step < S; i += kAtOnce * step)
 #pragma unroll
         for (turn_ = 0; turn_ < kAtOnce; turn_++) f(point(extent_, i + turn_ * step));
@@ -486,8 +550,8 @@ template <int K, int kAtOnce, Order order> class LastPlane {
   __device__ __forceinline__ unsigned lane() const { return threadIdx.x % lanes_; }
   __device__ __forceinline__ int first() const { return int((part_ * kPlaneThreads + threadIdx.x) / lanes_); }
   __device__ __forceinline__ int step() const { return int(parts_ * kPlaneThreads / lanes_); }
-  __device__ __forceinline__ ThePoint point(const Extent& extent, int position) const {
-    return {extent, values_, n, c, extent_.C, position, 0, true};
+  __device__ __forceinline__ ThePoint point(const Extent& extent, int position, Later* later = nullptr) const {
+    return {extent, values_, n, c, extent_.C, position, 0, true, true, later};
   }
   // The sum over all lanes of a channel, in a fixed order: in thread t that of the tile's channel t.
   __device__ double added(const double (&own)[K]) const {
@@ -615,6 +679,8 @@ template <int K, Order order> class LastRows {
 
 template <class Pass, class = void> constexpr bool is_scalar = false;
 template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kScalar>> = true;
+template <class Pass, class = void> constexpr bool only_reads = false;
+template <class Pass> constexpr bool only_reads<Pass, std::enable_if_t<!Pass::kWrites>> = true;
 
 // kBlocks: of a multiprocessor, at least. Rows take more registers.
 constexpr int kPlaneBlocks = kPack * sizeof(real) > 16 ? 2 : 4, kRowBlocks = kPack * sizeof(real) > 16 ? 2 : 3;
@@ -639,7 +705,7 @@ void in_last_planes(const Pass& pass, const Extent& extent, const value_t* value
   if constexpr (K > 1) {
     if (extent.C % K) return in_last_planes<1>(pass, extent, values, parts, stream);
   }
-  using ThePlane = LastPlane<K, Last<Pass>::at_once, order>;
+  using ThePlane = LastPlane<K, Last<Pass>::at_once, Last<Pass>::writes, order>;
   constexpr int kBlocks = Last<Pass>::blocks;
   const int64_t across = int64_t(K) * lanes_across(extent.C, K), blocks = extent.N * ((extent.C + across - 1) / across) * parts.count;
   if (!blocks || !extent.positions()) return;
@@ -650,7 +716,7 @@ void planes(const Pass& pass, const Extent& extent, const value_t* values, Parts
   if constexpr (kLast) {
     in_last_planes<Last<Pass>::channels>(pass, extent, values, parts, stream);
   } else {
-    using ThePlane = Plane<is_scalar<Pass>, order>;
+    using ThePlane = Plane<is_scalar<Pass>, only_reads<Pass> ? 2 : 1, order>;
     const int64_t S = extent.positions(), blocks = extent.N * extent.C * parts.count;
     if (!blocks || !S) return;
     const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts.count + 1;
