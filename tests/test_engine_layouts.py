@@ -124,6 +124,17 @@ def test_all_is_channels_last(tail, nd, channels, dtype, device):
     assert run.plan.last and library.is_channels_last(run.y)
 
 
+@pytest.mark.parametrize("size", [(71, 70), (93, 67)], ids=str)
+@pytest.mark.parametrize("last", [False, True])
+def test_several_points_at_once(last, size, device):
+    """A thread has so many points that it reads some before it writes the first, and a few that are left."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, size[0] + 2, size[1] + 2)
+    if last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    assert_rule(nn.Sequential(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU()), x)
+
+
 class Across(nn.Module):
     """Tails that reduce channels at a position."""
 

@@ -41,40 +41,35 @@ template <class E, int K> __device__ __forceinline__ void put(E* to, const Memor
   __stcg(reinterpret_cast<Word*>(to), reinterpret_cast<const Word&>(values));
 }
 
-// What a pass writes at a point, of at most kMost arrays, until points behind it are read: a load doesn't pass a store that it might meet, so
-// that a thread would wait for memory point by point. Where it is known how much was taken, all this is registers.
+// What a pass writes at a point until points behind it are read: a load doesn't pass a store that it might meet, so that a thread would wait
+// for memory point by point. Of several arrays the first; others are written at once. All this is registers.
 class Later {
  public:
   template <class E, int K> __device__ __forceinline__ void take(E* to, const Memory<E, K>& values) {
-    using Word = Memory<unsigned, 4>;
-    if (sizeof values > sizeof(Word) || sizeof values % 4 || count_ == kMost) {
+    if (to_ || sizeof values > sizeof words_ || sizeof values % 4) {
       *reinterpret_cast<Memory<E, K>*>(to) = values;
     } else {
-      to_[count_] = to, bytes_[count_] = sizeof values;
-      memcpy(&words_[count_++], &values, sizeof values < sizeof(Word) ? sizeof values : sizeof(Word));
+      to_ = to, bytes_ = sizeof values;
+      memcpy(&words_, &values, sizeof values < sizeof words_ ? sizeof values : sizeof words_);
     }
   }
   __device__ __forceinline__ void store() const {
-#pragma unroll
-    for (int i = 0; i < kMost; i++) {
-      if (i >= count_) continue;
-      if (bytes_[i] == 16) store<4>(i);
-      else if (bytes_[i] == 8) store<2>(i);
-      else store<1>(i);
-    }
+    if (!to_) return;
+    if (bytes_ == 16) store<4>();
+    else if (bytes_ == 8) store<2>();
+    else store<1>();
   }
 
  private:
-  template <int words> __device__ __forceinline__ void store(int i) const {
+  template <int words> __device__ __forceinline__ void store() const {
     Memory<unsigned, words> values;
 #pragma unroll
-    for (int j = 0; j < words; j++) values.at[j] = words_[i].at[j];
-    *reinterpret_cast<Memory<unsigned, words>*>(to_[i]) = values;
+    for (int j = 0; j < words; j++) values.at[j] = words_.at[j];
+    *reinterpret_cast<Memory<unsigned, words>*>(to_) = values;
   }
-  static constexpr int kMost = 3;
-  int count_ = 0, bytes_[kMost];
-  void* to_[kMost];
-  Memory<unsigned, 4> words_[kMost];
+  void* to_ = nullptr;
+  int bytes_;
+  Memory<unsigned, 4> words_;
 };
 
 // f(K), for the greatest power of two up to K that `width` is.
