@@ -448,7 +448,7 @@ template <class Pass> constexpr bool has_windows<Pass, std::enable_if_t<Pass::kW
 
 // Channels last: registers are full of what a pass has by channel, kHeld small values and kSums sums, and of what it computes of a point in
 // about kInstructions. kWrites: at positions.
-constexpr int kMostAtOnce = 16;
+constexpr int kMostAtOnce = 24, kOfASum = 8;  // instructions of a pass that writes several points at once; of them, for each sum
 template <class Pass, class = void> struct Last {
   static constexpr int channels = kPack, at_once = 1, blocks = channels * sizeof(real) > 16 ? 2 : 3;
   static constexpr bool writes = true;
@@ -456,8 +456,8 @@ template <class Pass, class = void> struct Last {
 template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {
   static constexpr bool few = !Pass::kSums && Pass::kHeld <= 4;
   static constexpr int held = Pass::kHeld + 3 * Pass::kSums;  // by a channel
-  static constexpr bool writes = Pass::kWrites, at_one = writes && (has_windows<Pass> || Pass::kInstructions > kMostAtOnce);
-  static constexpr int channels = Pass::kSingle ? 1 : few ? kPack : 4, at_once = held > 16 || at_one ? 1 : Sum::kFew;
+  static constexpr bool writes = Pass::kWrites, is_much = Pass::kInstructions + kOfASum * Pass::kSums > kMostAtOnce;
+  static constexpr int channels = Pass::kSingle ? 1 : few ? kPack : 4, at_once = held > 16 || (writes && (has_windows<Pass> || is_much)) ? 1 : Sum::kFew;
   static constexpr int blocks = (few ? channels : 4) * sizeof(real) > 16 || held > (at_once > 1 ? 7 : 9) ? 2 : 3;
 };
 
