@@ -127,10 +127,7 @@ MODELS = {
     "vae_block": (NETWORKS["vae_block"].small_model, (2, 16, 9, 11)),
     "chain": (Chain, (2, 3, 9, 10)),
     "branches": (Branches, (2, 3, 17, 20)),
-    "resnet18": (
-        NETWORKS["resnet18"].small_model,
-        (1, 3, 96, 96),
-    ),  # a thread has several points of the first stage
+    "resnet18": (NETWORKS["resnet18"].small_model, (2, 3, 48, 48)),
     "unet": (NETWORKS["unet"].small_model, (2, 3, 16, 12)),
 }
 

@@ -132,7 +132,8 @@ def test_several_points_at_once(last, size, device):
     x = torch.randn(1, 3, size[0] + 2, size[1] + 2)
     if last:
         x = x.contiguous(memory_format=torch.channels_last)
-    assert_rule(nn.Sequential(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU()), x)
+    run = assert_rule(nn.Sequential(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU()), x)
+    assert run.plan.last == (last and device == "cuda")
 
 
 class Across(nn.Module):

@@ -63,7 +63,7 @@ def compiled(launchers, architecture: str, defines: dict, folder: Path) -> dict[
     source.write_text(loader_source.without(SOURCE.read_text(), LAUNCHERS.difference(launchers)))
     command = [
         NVCC,
-        "-c",  # with the host's half, which needs other names of a kernel
+        "-c",  # both halves: the host's may miss a name that the device's has
         "-Xptxas=-v",
         f"-arch=sm_{architecture}",
         "-std=c++17",

@@ -447,8 +447,9 @@ template <class Pass, class = void> constexpr bool has_windows = false;
 template <class Pass> constexpr bool has_windows<Pass, std::enable_if_t<Pass::kWindows>> = true;
 
 // Channels last: registers are full of what a pass has by channel, kHeld small values and kSums sums, and of what it computes of a point in
-// about kInstructions. kWrites: at positions.
-constexpr int kMostAtOnce = 24, kOfASum = 8;  // instructions of a pass that writes several points at once; of them, for each sum
+// about kInstructions. kWrites: at positions. Such a pass has several points at once where it computes little, or its registers would spill: at
+// most kMostAtOnce instructions, a sum counted as kOfASum.
+constexpr int kMostAtOnce = 24, kOfASum = 8;
 template <class Pass, class = void> struct Last {
   static constexpr int channels = kPack, at_once = 1, blocks = channels * sizeof(real) > 16 ? 2 : 3;
   static constexpr bool writes = true;
