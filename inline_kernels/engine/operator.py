@@ -412,8 +412,9 @@ class Reference:
             return getattr(a, self.fields[value.name]) if named else value
 
         for node in self.eager.nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            args, kwargs = map_aggregate((args, kwargs), number)
+            args, kwargs = map_aggregate((node.args, node.kwargs), number)
+            # Values last: of torch's pairs, as a maximum's, map_aggregate would make plain tuples, without names.
+            args, kwargs = fx.map_arg((args, kwargs), values.__getitem__)
             if node.op == "placeholder":
                 found = argument(next(names))
             elif node.op == "get_attr":
