@@ -301,6 +301,18 @@ FAULTS = [
     Fault("inline_kernels/engine/schedule.py", 'given += ["dz"] * bool(over)', "over = False", "test_engine_spent.py -k written_over_v"),
     Fault("inline_kernels/engine/choice.py", "return inside > 1e6 * moved", "return inside < 1e6 * moved", "test_engine_direct.py -k tail_costs"),
     Fault("inline_kernels/export/export.py", "{body}{copying}}}", "{body}}}", "test_export_gpu.py -k 'our_own and Smooth'"),
+    # ---- extremes over all positions
+    Fault("kernels/load/largest.h", ": other.place < place;", ": false;", "test_engine_extremes.py -k 'share_a_plane and planes'"),
+    Fault("kernels/load/largest.h", "kPool && is_nan ? other.place > place", "false ? other.place > place", "test_engine_extremes.py -k 'share_a_plane or not_finite'"),
+    Fault("kernels/load/reduce.cuh", "if constexpr (kPool) best.take_last(", "if constexpr (!kPool) best.take_last(", "test_engine_extremes.py -k 'not_finite and cuda'"),
+    Fault("kernels/load/planes.cuh", "return position + (across ? 0 : i); }", "return position + i; }", "test_engine_extremes.py -k 'last'"),
+    Fault("kernels/cpu/load.h", "at.places(), count_up() < lanes_);", "at.places(), count_up() < kLanes);", "test_engine_extremes.py -k cpu"),
+    Fault("kernels/cpu/load.h", "better = better & (value == value);", "", "test_engine_extremes.py -k 'not_finite and cpu'"),
+    Fault("inline_kernels/engine/passes.py", "key.what in (\"value\", \"largest\")", "key.what == \"value\"", "test_engine_extremes.py -k join_the_walk"),
+    Fault("inline_kernels/engine/passes.py", "return Key(\"largest\", node.args[1]) if node.is_extreme else Key(\"sums\", node)", "return Key(\"largest\", node.args[1])", "test_engine_extremes.py -k any_function"),
+    Fault("inline_kernels/engine/graph.py", "return self.detach(self.total(axis, a.args[0]))", "pass", "test_engine_extremes.py -k no_more_passes"),
+    Fault("inline_kernels/engine/ops.py", "t.graph.extreme(\"s\", x.node, 1, pools=True)", "t.graph.extreme(\"s\", x.node, 1)", "test_engine_ops.py test_engine_extremes.py -k 'adaptive_max or a_pool or pool'"),
+    Fault("inline_kernels/engine/operator.py", "fx.map_arg((args, kwargs), values.__getitem__)\n", "map_aggregate(fx.map_arg((args, kwargs), values.__getitem__), number)\n", "test_engine_extremes.py -k a_pair"),
 ]
 # fmt: on
 

@@ -192,13 +192,16 @@ def _variance(a, mean, steps):
     return total / count
 
 
-def _pick(a, axis, sign, sizes):
+def _pick(a, axis, sign, *more):
     """Indices: of a channel, or of a position of the parent level, row-major."""
     if axis == "c":
         return (a.max if sign > 0 else a.min)(1, keepdim=True)[1]
     if axis == "s":
-        flat = (a.flatten(2).max if sign > 0 else a.flatten(2).min)(2)[1]
-        return flat.reshape(*a.shape[:2], *[1] * (a.dim() - 2))
+        flat = a.flatten(2)
+        last = flat.shape[2] - 1 - flat.isnan().flip(2).int().argmax(2)
+        place = torch.where(flat.isnan().any(2), last, flat.max(2)[1]) if "pool" in more else flat.max(2)[1]
+        return place.reshape(*a.shape[:2], *[1] * (a.dim() - 2))
+    (sizes,) = more
     windows = _windows(a, axis, sizes, -sign * math.inf)
     if None not in sizes.graph.levels[axis].window:  # a pool: the last NaN wins
         windows = windows * sign

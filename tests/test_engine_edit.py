@@ -292,6 +292,16 @@ FORMS = {
         BEFORE,
         lambda m, v: torch.amax(torch.tanh(v), 1),
     ),
+    "amax of planes, before": (
+        lambda m, v: torch.amax(torch.relu(v), (2, 3)),
+        BEFORE,
+        lambda m, v: torch.amax(torch.tanh(v), (2, 3)),
+    ),
+    "a pool of planes, before": (
+        lambda m, v: F.adaptive_max_pool2d(torch.relu(v), 1),
+        BEFORE,
+        lambda m, v: F.adaptive_max_pool2d(torch.tanh(v), 1),
+    ),
     "max_pool": (
         lambda m, v: F.max_pool2d(torch.relu(v), 2),
         BEFORE,

@@ -239,6 +239,10 @@ STORED = {
     ),
     "before channels": (lambda m, v: torch.clamp(F.instance_norm(v), -1, 1).amax(1), "moments and store"),
     "dropout": (dropped, "moments and store"),
+    "before a plane's maximum": (
+        lambda m, v: (lambda u: u * torch.tanh(u))(normed(m, v)).amax(m.spatial),
+        "moments and store",
+    ),
 }
 
 

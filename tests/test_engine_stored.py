@@ -33,8 +33,13 @@ def least(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
     return torch.softmax(v.amin(2), 1)
 
 
+def largest(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
+    """Of a plane, and behind it channels."""
+    return torch.softmax(torch.tanh(v).flatten(2).amax(2), 1)
+
+
 # Tails that neither direct nor sinks takes.
-TAILS = {"two pools": pooled, "an axis": least}
+TAILS = {"two pools": pooled, "an axis": least, "planes": largest}
 
 
 def mean(m: nn.Module, v: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class _Rewriter:
         if node.is_scalar_op:
             return _within_bounds(node.op, self.graph.scalar(node.op, *args))
         if node.is_extreme and not self.exact_ties:
-            axis, sign = node.args[1].attr
+            axis, sign = node.args[1].attr[:2]
             return self._extreme(axis, args[0], sign)
         if node.op == "sum":
             plain = self.graph.sum(node.attr, args[0])

@@ -106,7 +106,8 @@ class _Formula:
         nodes = order([y])
         self.named = {local(node): node for node in nodes}
         self.named |= {identifier(n.attr[0]): n for n in nodes if n.is_leaf("scalar")}
-        self.named |= {f"best{n.args[1].id}.value": n for n in nodes if n.is_extreme}
+        for n in [n for n in nodes if n.is_extreme]:
+            self.named |= {f"best{n.args[1].id}.value": n, f"largest{n.args[1].id}.most": n}
         self.changed, self.known, self.read = changed, {}, set()
 
     def node(self, was: Node, plain: bool = False) -> Node:

@@ -14,7 +14,7 @@ a `count` node stands for a number of samples, channels of a group, positions of
 | sum | a; axis | over "n", over "c", over all positions "s", or over each window of a level (its name) |
 | group | a; groups | each channel gets the sum over its group's channels (self-adjoint) |
 | variance | a, mean; steps | the biased variance of a over `steps` ("s", "n", "c", or a number of groups), given its mean over them |
-| pick | a; (axis, sign) | where a's maximum (+1) or minimum (-1) over "c", "s" or each window of a level is. Among equal ones the first; NaN wins: the first one, but the last one in windows without a whole axis, as in eager's pools |
+| pick | a; (axis, sign) | where a's maximum (+1) or minimum (-1) over "c", "s" or each window of a level is. Among equal ones the first; NaN wins: the first one, but the last one in windows without a whole axis, as in eager's pools, and over "s" where (axis, sign, "pool") says so. Over "s" the sign is +1: a minimum is a maximum of -a |
 | take | a, pick | a's value there |
 | put | a, pick | the adjoint of take: a there, the sum where several windows have picked a position, zero elsewhere |
 | upsample | a; level | the adjoint of a window sum: at each position the sum of the values of those windows of that level that hold it, zero outside of all |
@@ -284,6 +284,8 @@ class Graph:
             return self._total_as("s", a.args[0], a.args[1].space.level)
         if a.op == "neg":
             return -self.total(axis, a.args[0])
+        if a.op == "detach" and a.attr is None:
+            return self.detach(self.total(axis, a.args[0]))
         if a.op == "mul":
             for x, y in (a.args, a.args[::-1]):
                 if not x.space.has(axis):
@@ -362,12 +364,16 @@ class Graph:
         return count
 
     # ---- selections
-    def pick(self, axis: str, a: Node, sign: int) -> Node:
-        return self.make("pick", a, attr=(axis, sign), space=self._summed(axis, a.space))
+    def pick(self, axis: str, a: Node, sign: int, pools: bool = False) -> Node:
+        a, sign = (-a, 1) if axis == "s" and sign < 0 else (a, sign)
+        attr = (axis, sign, "pool") if pools else (axis, sign)
+        return self.make("pick", a, attr=attr, space=self._summed(axis, a.space))
 
-    def extreme(self, axis: str, a: Node, sign: int) -> Node:
-        """a's maximum or minimum over the axis, with its adjoint to where it was first found."""
-        index = self.pick(axis, a, sign)
+    def extreme(self, axis: str, a: Node, sign: int, pools: bool = False) -> Node:
+        """a's maximum or minimum over the axis, with its adjoint to where it was first found. pools: as eager's pools find it, over "s"."""
+        if axis == "s" and sign < 0:
+            return -self.extreme(axis, -a, 1, pools)
+        index = self.pick(axis, a, sign, pools)
         return self.make("take", a, index, space=index.space)
 
     def take(self, index: Node, a: Node) -> Node:
@@ -389,7 +395,7 @@ class Graph:
         return self.make("put", values, index, space=source._replace(n=source.n or values.space.n))
 
     def picked(self, index: Node) -> Node:
-        """Is a channel the picked one?"""
+        """Is a channel, or a position, the picked one?"""
         return self.make("picked", index, space=index.args[0].space)
 
     def upsample(self, a: Node, level: str) -> Node:
@@ -666,6 +672,8 @@ class Facts:
         if node.op == "variance":  # is had together with its mean
             return self.level[node.args[0].id] + ("s" in node.attr)
         level = max((self.level[a.id] for a in node.args), default=0)
+        if node.op == "pick":
+            return level + (_axis_of(node) == "s")
         return level + (node.op == "sum" and node.attr not in ("n", "c"))
 
     def affine(self, node: Node) -> tuple[Node | None, Node | None] | None:

@@ -244,6 +244,8 @@ def dtype_of(plan: Plan, array: Array) -> torch.dtype:
         "parameter": plan.parameter_dtype,
         "double": torch.float64,
         "moments": torch.float64,
+        "largest": torch.float64,
+        "pool_largest": torch.float64,
         "index": torch.int32,
         "byte": torch.uint8,
         "mask": torch.uint8,
@@ -263,7 +265,8 @@ def shape_of(plan: Plan, program: Program, array: Array) -> list[int]:
         return [*shape[:2], *shape[5 - plan.segment.graph.dimensions :]]
     if array.parts is not None:
         shape = [*shape, parts_of(plan, program, array.parts)]
-    return [*shape, 3] if array.kind == "moments" else shape
+    several = {"moments": 3, "largest": 2, "pool_largest": 2}
+    return [*shape, several[array.kind]] if array.kind in several else shape
 
 
 def bytes_of(plan: Plan, program: Program, array: Array) -> int:

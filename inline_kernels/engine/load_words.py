@@ -10,7 +10,7 @@ from torch import Tensor
 from . import depthwise, gradients, naming
 from .layouts import UNITS
 from .load_plan import Plan, bytes_of, gives_dz, in_units, needs_no_dz, of_our_own, parts_of
-from .passes import Planes, Program
+from .passes import Array, Planes, Program
 
 
 def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
@@ -55,9 +55,13 @@ def _made_words(program: Program, number: int) -> str:
     """What a pass makes."""
     results = {root.name for root in program.roots}
     own = [program.arrays[key] for key in program.passes[number].targets]
-    made = dict.fromkeys(
-        a.name if a.name in results else "sums" if a.parts is not None else "reductions" for a in own
-    )
+
+    def called(array: Array) -> str:
+        if array.name in results:
+            return array.name
+        return "reductions" if array.parts is None else "maxima" if "largest" in array.kind else "sums"
+
+    made = dict.fromkeys(map(called, own))
     return " and ".join([name for name in made if not name.startswith("kept_")] or ["what is kept"])
 
 

@@ -20,6 +20,8 @@ TYPES = {
     "byte": "uint8_t",
     "mask": "uint8_t",
     "moments": "Moments<double>",
+    "largest": "load::Largest<false>",
+    "pool_largest": "load::Largest<true>",
     "seed": "int64_t",
 }
 SCRATCH, KEPT = (Array(name, "double", Space(False, False, "")) for name in ("scratch", "kept"))
@@ -63,8 +65,8 @@ def index_of(space: Space, n: str, c: str, channels: str) -> str:
 
 
 def total_of(key: Key) -> str:
-    """The name of a sum, or of moments."""
-    return f"{'moments' if key.what == 'moments' else 'sum'}{key.node.id}"
+    """The name of a sum, of moments or of a plane's maximum."""
+    return f"{key.what if key.what in ('moments', 'largest') else 'sum'}{key.node.id}"
 
 
 @dataclass

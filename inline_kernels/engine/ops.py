@@ -10,6 +10,7 @@ why this call isn't served; the call then stays PyTorch's. Ties, NaN, infinities
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -466,17 +467,29 @@ def _even_extreme(t: Tail, sign: int, input, dim, keepdim, out):
     """amax, amin: equal ones share the gradient evenly."""
     _refuse(out=out)
     x, g = t.need(input), t.graph
-    step, places = t.one_step(x, dim), t.axes_of(x, dim)
-    axes = t.reduced_axes(x, places, keepdim)
-    if step is None:
+    places = t.axes_of(x, dim)
+    steps, axes = t.steps_of(x, places), t.reduced_axes(x, places, keepdim)
+    if not steps:
         return Value(x.node, axes)
-    top = g.extreme(step, x.node, sign)
-    equal = x.node.eq(t.spread(top, step)).where(1.0, g.const(0.0))
+    top, picks = x.node, []
+    for step in steps:
+        picks.append(g.pick(step, top, sign))
+        top = g.extreme(step, top, sign)
+
+    def spread(node: Node) -> Node:
+        return functools.reduce(t.spread, reversed(steps), node)
+
+    def total(node: Node) -> Node:
+        return functools.reduce(lambda node, step: g.sum(step, node), steps, node)
+
+    equal = x.node.eq(spread(top)).where(1.0, g.const(0.0))
     # The value that was picked is one of them, even where it is computed again with other roundings; a NaN equals nothing.
-    picked = g.put(g.pick(step, x.node, sign), top.eq(top).where(1.0, g.const(0.0)))
+    picked = top.eq(top).where(1.0, g.const(0.0))
+    for pick in reversed(picks):
+        picked = g.put(pick, picked)
     ties = equal.apply("max", picked)
-    share = ties / t.spread(g.sum(step, ties), step)
-    return Value(g.detach(top, path=g.sum(step, x.node * g.detach(share))), axes)
+    share = ties / spread(total(ties))
+    return Value(g.detach(top, path=total(x.node * g.detach(share))), axes)
 
 
 @row(torch.amax, methods=("amax",))
@@ -613,18 +626,32 @@ row(F.avg_pool2d, torch._C._nn.avg_pool2d, name="avg_pool2d")(_of_dimensions(2, 
 row(F.avg_pool3d, torch._C._nn.avg_pool3d, name="avg_pool3d")(_of_dimensions(3, _average_pool))
 
 
-def _adaptive_average(t: Tail, input, output_size):
+def _over_all(t: Tail, input, output_size) -> Value:
+    """What an adaptive pool to one position pools."""
     x = t.need(input)
     sizes = output_size if isinstance(output_size, (tuple, list)) else (output_size,)
     if any(s is None or t.number(s) != 1 for s in sizes):
         raise NotAccepted(f"an adaptive pool to {output_size}")
     if x.axes[-t.dimensions :] != t.spatial:
         raise NotAccepted("a pool of something without positions")
-    return mean(t, x, tuple(range(-t.dimensions, 0)), keepdim=True)
+    return x
+
+
+def _adaptive_average(t: Tail, input, output_size):
+    return mean(t, _over_all(t, input, output_size), tuple(range(-t.dimensions, 0)), keepdim=True)
+
+
+def _adaptive_max(t: Tail, input, output_size, return_indices=False):
+    _refuse(return_indices=return_indices)
+    x = _over_all(t, input, output_size)
+    axes = t.reduced_axes(x, t.axes_of(x, tuple(range(-t.dimensions, 0))), keepdim=True)
+    return Value(t.graph.extreme("s", x.node, 1, pools=True), axes)
 
 
 row(F.adaptive_avg_pool2d, name="adaptive_avg_pool2d")(_of_dimensions(2, _adaptive_average))
 row(F.adaptive_avg_pool3d, name="adaptive_avg_pool3d")(_of_dimensions(3, _adaptive_average))
+row(F.adaptive_max_pool2d, name="adaptive_max_pool2d")(_of_dimensions(2, _adaptive_max))
+row(F.adaptive_max_pool3d, name="adaptive_max_pool3d")(_of_dimensions(3, _adaptive_max))
 
 
 # ---- norms
@@ -861,6 +888,8 @@ MODULES: dict[type[nn.Module], ModuleRow] = {
     nn.AvgPool3d: ModuleRow("avg_pool3d", {**_WINDOW, **_same("count_include_pad", "divisor_override")}),
     nn.AdaptiveAvgPool2d: ModuleRow("adaptive_avg_pool2d", _same("output_size")),
     nn.AdaptiveAvgPool3d: ModuleRow("adaptive_avg_pool3d", _same("output_size")),
+    nn.AdaptiveMaxPool2d: ModuleRow("adaptive_max_pool2d", _same("output_size", "return_indices")),
+    nn.AdaptiveMaxPool3d: ModuleRow("adaptive_max_pool3d", _same("output_size", "return_indices")),
     nn.Dropout: ModuleRow("dropout", _same("p", "training", "inplace")),
     nn.Dropout2d: ModuleRow("other_dropout", _same("p", "training", "inplace")),
     nn.Dropout3d: ModuleRow("other_dropout", _same("p", "training", "inplace")),

@@ -168,7 +168,7 @@ class PassText:
         if node.op in ("put", "upsample"):
             return self._spread(node, scope), ""
         if node.op == "picked":
-            return f"{self.value(node.args[0], scope)} == {self._channel(scope)}", ""
+            return self._is_picked(node.args[0], scope), ""
         return self._reduction(node, scope), ""
 
     def _reduction(self, node: Node, scope: Scope) -> str:
@@ -257,14 +257,17 @@ class PassText:
         sides = "DHW"[3 - len(level.window) :]
         return " * ".join(str(w) if w else f"{fine}.{side}" for w, side in zip(level.window, sides))
 
+    def _is_picked(self, index: Node, scope: Scope) -> str:
+        """Is this channel, or position, the one of that index?"""
+        text = self.value(index, scope)
+        return f"{scope.at}.is_at({text})" if index.attr[0] == "s" else f"{text} == {self._channel(scope)}"
+
     def _spread(self, node: Node, scope: Scope) -> str:
         """What lies at windows, or at picked channels, as a value of each position."""
         real = self.real(scope)
-        if node.op == "put" and node.args[1].attr[0] == "c":
-            index, values = self.value(node.args[1], scope), self.value(node.args[0], scope)
-            return f"math::select({index} == {self._channel(scope)}, {values}, {real}(0))"
-        if node.op == "put" and node.args[1].attr[0] == "s":
-            raise Unsupported("an extreme over all positions")
+        if node.op == "put" and node.args[1].attr[0] in ("c", "s"):
+            picked, values = self._is_picked(node.args[1], scope), self.value(node.args[0], scope)
+            return f"math::select({picked}, {values}, {real}(0))"
         level = node.args[1].attr[0] if node.op == "put" else node.attr
         inner = Scope("point", "w", level, scope.n, scope.c, [], scope)
         inner.kind, self.spreads = "looked up", True

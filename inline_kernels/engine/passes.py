@@ -37,8 +37,9 @@ class Root(NamedTuple):
 
 
 class Array(NamedTuple):
-    """kind of its elements: "value" (the convolution's), "output", "real" (in which is computed), "parameter" (its own), "double", "index", "byte", "mask"; "moments": three
-    doubles. parts: the pass whose parts it has a value of, each, or None."""
+    """kind of its elements: "value" (the convolution's), "output", "real" (in which is computed), "parameter" (its own), "double", "index", "byte",
+    "mask"; "moments": three doubles; "largest": a value and its place, and as eager's pools have it "pool_largest". parts: the pass whose parts
+    it has a value of, each, or None."""
 
     name: str
     kind: str
@@ -47,8 +48,9 @@ class Array(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What an array holds: "value" of a node; by part of a plane: "sums" (of a node that is a sum over positions), "moments" (of a node); and
-    those merged: "sum", "mean", "m2"."""
+    """What an array holds: "value" of a node; by part of a plane: "sums" (of a node that is a sum over positions, or takes what is at a picked one:
+    the sum of that, and zero elsewhere), "moments" (of a node), "largest" (of a pick over positions); and those merged: "sum", "mean", "m2",
+    "most", "place"."""
 
     what: str
     node: Node
@@ -56,7 +58,15 @@ class Key(NamedTuple):
     @property
     def source(self) -> Node:
         """What is computed at positions for it."""
-        return self.node.args[0] if self.what in ("sums", "sum") else self.node
+        if self.what in ("value", "moments", "mean", "m2"):
+            return self.node
+        if self.node.op == "take":
+            return self.node.graph.picked(self.node.args[1]).where(self.node.args[0], 0.0)
+        return self.node.args[0]
+
+
+# By what is merged, parts of what.
+PARTS = {"sum": "sums", "mean": "moments", "m2": "moments", "most": "largest", "place": "largest"}
 
 
 @dataclass
@@ -100,6 +110,10 @@ def of_positions(node: Node) -> Key | None:
     """By what a plane is to be summed up for this node."""
     if node.op == "sum" and node.attr == "s":
         return Key("sums", node)
+    if node.op == "pick" and node.attr[0] == "s":
+        return Key("largest", node)
+    if node.op == "take" and node.args[1].attr[0] == "s":
+        return Key("largest", node.args[1]) if node.is_extreme else Key("sums", node)
     if node.op == "variance" and node.args[0].space.level and "s" in node.attr:
         return Key("moments", node.args[0])
     return None
@@ -254,10 +268,31 @@ class Program:
         self.wanted[key] = by_sample
         self._walk(node, "sample" if by_sample else "point")
 
+    def parts_of(self, node: Node) -> Key | None:
+        """By what a plane is summed up for this node: a sum, together with the moments, where those are had."""
+        found = of_positions(node)
+        if node.op == "sum" and found and node.args[0] in self.moments_of:
+            return Key("moments", node.args[0])
+        return found
+
+    def merged(self, node: Node) -> list[Key]:
+        """Of a node that planes are summed up for, what of them it is made of."""
+        parts = self.parts_of(node)
+        if parts.what == "moments":
+            return [Key("mean", parts.node)] + [Key("m2", parts.node)] * (node.op == "variance")
+        what = "sum" if parts.what == "sums" else "place" if node.op == "pick" else "most"
+        return [Key(what, parts.node)]
+
+    def has_place(self, pick: Node) -> bool:
+        """Does anybody ask where a plane's maximum is?"""
+        return Key("place", pick) in self.small
+
     def _want_planes(self, key: Key) -> None:
         if key in self.wanted:
             return
         node = key.source
+        if not node.space.level:
+            raise Unsupported(f"{key.what} over positions of a value that has none")
         by_sample = not node.space.c
         self.wanted[key] = by_sample
         self._walk(node, "sample" if by_sample else "point")
@@ -275,12 +310,12 @@ class Program:
         if (node, "small") in self._seen:
             return
         self._seen.add((node, "small"))
-        if planes := of_positions(node):
-            if node.args[0] in self.moments_of:
-                planes = Key("moments", node.args[0])
+        if planes := self.parts_of(node):
             self._want_planes(planes)
-            for what in ("mean", "m2") if planes.what == "moments" else ("sum",):
-                self.small[Key(what, planes.node)] = None
+            if planes.what == "moments":
+                self.small |= {Key(what, planes.node): None for what in ("mean", "m2")}
+            else:
+                self.small[self.merged(node)[0]] = None
             if node.op == "variance":
                 self._want_small(node.args[1], True)
                 self.small[Key("value", node)] = None
@@ -335,7 +370,7 @@ class Program:
                 self._look_up(values)
         elif node.op == "upsample":
             self._look_up(node.args[0])
-        elif of_positions(node) or node.op in ("sum", "pick", "take", "group", "variance"):
+        elif node.op in ("sum", "pick", "take", "group", "variance"):
             raise Unsupported(f"{node.op} over {node.attr}, of values {node.args[0].space}, at {node.space}")
         elif self.on_cpu and where == "point" and not node.space.c and self._reads_several(node):
             self._want(node, node.space)
@@ -361,6 +396,7 @@ class Program:
         """What windows are reduced to becomes an array where a pass for statistics walks over the same values: a later pass then needs no more."""
         statistics = [key for key in self.wanted if key.what != "value" and self._is_early(key.source)]
         levels = {key.source.space.level for key in statistics if not self.wanted[key]}
+        levels -= {key.source.space.level for key in statistics if key.what == "largest"}  # see _joined
         for node in nodes:
             if node.op == "pick" or not over_windows(node) or not node.space.c or not self._is_early(node):
                 continue
@@ -401,7 +437,7 @@ class Program:
             if node.space.small or (not top and own in self.wanted):
                 found[own] = found.get(own, False) or looks_up
                 return
-            of_windows = node.op == "upsample" or (node.op == "put" and node.args[1].attr[0] != "c")
+            of_windows = node.op == "upsample" or (node.op == "put" and over_windows(node.args[1]))
             for a in node.args:
                 visit(a, False, looks_up or of_windows)
 
@@ -427,9 +463,7 @@ class Program:
         def small_stage(node: Node) -> int:
             if node in self.given or is_static(node) or node.op == "leaf":
                 return -1
-            if planes := of_positions(node):
-                if node.args[0] in self.moments_of:
-                    planes = Key("moments", node.args[0])
+            if planes := self.parts_of(node):
                 return max(planes_stage(planes), *(small_stage(a) for a in node.args[1:]), -1)
             return max((small_stage(a) for a in node.args), default=-1)
 
@@ -437,9 +471,8 @@ class Program:
             planes_stage(key)
         self._delay(stage, domain)
         small_stage.cache_clear()  # sums may have moved to a later pass, and what is made of them with them
-        of_planes = {"sum": "sums", "mean": "moments", "m2": "moments"}
         smalls = {
-            key: small_stage(key.node) if key.what == "value" else stage[Key(of_planes[key.what], key.node)]
+            key: small_stage(key.node) if key.what == "value" else stage[Key(PARTS[key.what], key.node)]
             for key in self.small
         }
         # Copies of parameters, which no pass waits for, need no pass of their own.
@@ -460,8 +493,8 @@ class Program:
         for (level, by_sample), each in groups.items() if self.joins and not self.on_cpu else ():
             below = self.graph.levels[level].parent if level in self.graph.levels else ""
             finer = None if by_sample else groups.get((below, False))
-            if not finer or any(key.what == "value" for key in finer.targets):
-                continue
+            if not finer or any(key.what in ("value", "largest") for key in finer.targets):
+                continue  # places come in ascending order alone
             if any(self._walks_windows(key, level) for key in each.targets):
                 each.finer, finer.targets = finer.targets, []
                 each.targets = [*each.targets, *each.finer]
@@ -542,16 +575,14 @@ class Program:
     def _reduction_modes(self, node: Node) -> set[str]:
         everywhere = {"sample", "channel", "one"}
         axes: list = []
-        if node.op == "sum" and node.attr != "s":
+        if node.op == "sum":
             axes = [node.attr]
         elif node.op == "group":
             axes = ["c"]
         elif node.op in ("pick", "take"):
             axes = [node.attr[0] if node.op == "pick" else node.args[1].attr[0]]
         elif node.op == "variance":
-            axes = ["c" if isinstance(step, int) else step for step in node.attr if step != "s"]
-        if "s" in axes:
-            raise Unsupported("an extreme over all positions")
+            axes = ["c" if isinstance(step, int) else step for step in node.attr]
         if "n" in axes:
             everywhere = everywhere & ({"one"} if "c" in axes else {"channel", "one"})
         if "c" in axes:
@@ -593,10 +624,7 @@ class Program:
         found = []
         for node in self._inside(key.node):
             if of_positions(node):
-                if node.args[0] in self.moments_of:
-                    found += [Key("mean", node.args[0])] + [Key("m2", node.args[0])] * (node.op == "variance")
-                else:
-                    found.append(Key("sum", node))
+                found += self.merged(node)
             found += [
                 Key("value", a) for a in node.args if Key("value", a) in self.small and a not in self.given
             ]
@@ -618,8 +646,11 @@ class Program:
         if is_small:
             if key.what == "value":
                 return Array(name, kind_of(node, self.few_channels), node.space)
-            return Array(f"{key.what}_{node.id}", "double", key.source.space._replace(level=""))
+            kind = "index" if key.what == "place" else "double"
+            return Array(f"{key.what}_{node.id}", kind, key.source.space._replace(level=""))
         if key.what == "value":
             return Array(name, kind_of(node, self.few_channels), node.space)
-        kind = "moments" if key.what == "moments" else "double"
+        kind = "double" if key.what == "sums" else key.what
+        if key.what == "largest" and "pool" in node.attr and self.has_place(node):
+            kind = "pool_largest"
         return Array(f"{key.what}_{node.id}", kind, key.source.space._replace(level=""), number)

@@ -13,7 +13,7 @@ from .gates import is_drawn, is_gate, zero_with
 from .graph import ELEMENTS, Node, order, walk
 from .naming import PASSES, Names, local, total_of
 from .pass_text import PassText, Scope, indented
-from .passes import Key, Planes, Program, Unsupported, is_static, over_channels, over_windows
+from .passes import Array, Key, Planes, Program, Unsupported, is_static, over_channels, over_windows
 from .scalars import instructions
 
 MUCH = 5  # instructions: an exponential's; to store a value and to load it again takes less
@@ -79,10 +79,10 @@ class PlaneText(PassText):
                     write = "write_operand" if array.name == self.program.operand else write
                     point.lines.append(f"at.{write}({to}, {self._broadcast(node, point)});")
                 continue
-            name = total_of(key)
-            totals.append(f"auto {name} = plane.{'moments' if key.what == 'moments' else 'sum'}();")
+            name, term = total_of(key), self._broadcast(node, point) if key not in finer else ""
+            totals.append(f"auto {name} = plane.{self._summing(key, array)}();")
             if key not in finer:
-                point.lines.append(f"{name}.add({self._broadcast(node, point)});")
+                point.lines.append(f"{name}.add({term}{', at' * (key.what == 'largest')});")
             ends.append(f"plane.reduce({self.pointer(array, written=True)}, {name});")
         self._leave(each, last)
         if last:
@@ -124,6 +124,12 @@ class PlaneText(PassText):
             )
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends], constants)
 
+    def _summing(self, key: Key, array: Array) -> str:
+        """What a plane is summed up by."""
+        if key.what == "largest":
+            return array.kind if self.program.has_place(key.node) else "largest_value"
+        return "moments" if key.what == "moments" else "sum"
+
     def _leave(self, each: Planes, last: Scope | None) -> None:
         """Sets `known_with_v`, if an element's v is read last where each element comes once; and leaves there what passes behind find."""
         if (
@@ -156,6 +162,8 @@ class PlaneText(PassText):
         gate = self.program.gate
         if not gate or each.by_sample or each.level != "e" or self.scalar:
             return ""
+        if any(key.what == "largest" for key in terms):
+            return ""  # of zeros, too, the first one is to be found
         found = [zero_with(node, gate[0]) for node in terms.values()]
         if None in found:
             return ""
@@ -214,7 +222,7 @@ class PlaneText(PassText):
                 if depth.get(index, 0) > inner and of is not index.args[0] and self._is_kept(of, index):
                     self.takes.setdefault(index, []).append(node)
             elif node.op in ("put", "upsample"):
-                inner = node.args if node.op == "put" and node.args[1].attr[0] == "c" else ()
+                inner = node.args if node.op == "put" and not over_windows(node.args[1]) else ()
                 seen[node] = max((visit(a) for a in inner), default=0)
             else:
                 seen[node] = max((visit(a) for a in node.args), default=0)

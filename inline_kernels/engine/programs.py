@@ -162,8 +162,8 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
     own = _OfPickedV(graph, z, kept)
     roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
     kept = _kept([root.node for root in roots.values()], z)
-    if z in kept and kind.device == "cuda":
-        own = _OwnChannel(graph)
+    if z in kept:  # a CPU computes what is at picked channels once, in its registers
+        own = _OwnPlace(graph, "cs" if kind.device == "cuda" else "s")
         roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
     nodes = factored([root.node for root in roots.values()])
     if z in kept and kind.device == "cuda":
@@ -256,16 +256,16 @@ class _OfPickedV:
         return self.graph.make(node.op, *args, attr=node.attr, space=node.space)
 
 
-class _OwnChannel:
-    """Where a gradient goes to picked channels, its values are computed at each channel, of that channel's own, instead of at the picked place of what
-    was taken there and would have to be kept beside v."""
+class _OwnPlace:
+    """Where a gradient goes to picked channels, or positions ("s"), its values are computed at each of them, of its own, instead of at the picked place
+    of what was taken there and would have to be kept beside v. axes: for which."""
 
-    def __init__(self, graph):
-        self.graph = graph
+    def __init__(self, graph, axes: Sequence[str]):
+        self.graph, self.axes = graph, axes
         self._known: dict[tuple[Node, Node | None], Node] = {}
 
     def seen(self, node: Node, index: Node | None = None) -> Node:
-        """index: what is taken by it is the own channel's."""
+        """index: what is taken by it is the own place's."""
         if node.op == "take" and node.args[1] is index:
             return node.args[0]
         key = node, index
@@ -274,7 +274,7 @@ class _OwnChannel:
         return self._known[key]
 
     def _made(self, node: Node, index: Node | None) -> Node:
-        if node.op == "put" and node.args[1].attr[0] == "c":
+        if node.op == "put" and node.args[1].attr[0] in self.axes:
             values, picked = node.args
             return self.graph.picked(picked).where(self.seen(values, picked), 0.0)
         args = [self.seen(a, index) for a in node.args]

@@ -150,6 +150,8 @@ class Pass:
                 of_channels[node] = array
             elif key.what == "value" and array.space != ELEMENTS:
                 raise Unsupported("values of windows")
+            elif key.what == "largest":
+                raise Unsupported("a plane's maximum")
             else:
                 self.store(node, array, {"value": "store", "moments": "moments", "sums": "sums"}[key.what])
         if of_channels:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 
 from .graph import Node
-from .naming import Names, total_of
+from .naming import TYPES, Names, total_of
 from .pass_text import PassText, Scope, in_one_line
-from .passes import Key, Program, Small, Unsupported, of_positions
+from .passes import PARTS, Key, Program, Small, Unsupported, of_positions
 
 _SLICES = 32  # of a sample's channels, among blocks of a pass over small values, at most
 
@@ -68,7 +68,8 @@ class SmallText(PassText):
         reducing = [
             n for n in self.program._inside(key.node) if n.op in ("sum", "group", "variance", "pick", "take")
         ]
-        return key.what == "value" and (not axis or all(n.op == "sum" and n.attr == "s" for n in reducing))
+        own = [n for n in reducing if n.op != "variance" and of_positions(n)]
+        return key.what == "value" and (not axis or own == reducing)
 
     def _loop_of(self, key: Key, mode: str) -> str:
         """Over what a block's loop runs: "n", "c" or one turn."""
@@ -100,9 +101,8 @@ class SmallText(PassText):
         return [head, *[f"  {line}" for line in scope.lines], "});"]
 
     def _merged(self, key: Key, scope: Scope) -> str:
-        """A plane's parts together. Of moments the mean or m2."""
-        parts_key = Key("sums" if key.what == "sum" else "moments", key.node)
-        array = self.program.arrays[parts_key]
+        """A plane's parts together. Of moments the mean or m2; of a maximum the value or the place."""
+        array = self.program.arrays[Key(PARTS[key.what], key.node)]
         parts = self.number(f"parts_{array.parts}")
         index = self.index(key.source.space._replace(level=""), scope)
         first = f"({index}) * {parts}" if " " in index else f"{index} * {parts}"
@@ -112,8 +112,8 @@ class SmallText(PassText):
             scope.lines.append(f"const double {total_of(key)} = {sum};")
             scope.known[key.node] = total_of(key)
             return total_of(key)
-        known = f"plane{key.node.id}"
-        line = f"const Moments<double> {known} = lanes.merge({name} + {first}, {parts});"
+        known = f"{'plane' if PARTS[key.what] == 'moments' else 'largest'}{key.node.id}"
+        line = f"const {TYPES[array.kind]} {known} = lanes.merge({name} + {first}, {parts});"
         if line not in scope.lines:
             scope.lines.append(line)
         return f"{known}.{key.what}"
@@ -126,9 +126,9 @@ class SmallText(PassText):
 
     def _reduction(self, node: Node, scope: Scope) -> str:
         if of_positions(node):
-            if node.op == "sum" and node.args[0] not in self.program.moments_of:
-                return self._read_merged(Key("sum", node), scope)
-            of = node.args[0]
+            (merged, *_), of = self.program.merged(node), node.args[0]
+            if merged.what != "mean":
+                return self._read_merged(merged, scope)
             count = f"double({self._count('s', of.space.level)})"
             if node.op == "sum":
                 return f"{count} * {self._read_merged(Key('mean', of), scope)}"

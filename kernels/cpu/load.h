@@ -15,6 +15,7 @@
 #include "cpu/lanes.h"
 #include "host/host.h"
 #include "load/extent.h"
+#include "load/largest.h"
 
 namespace load {
 
@@ -110,6 +111,37 @@ class Any {
   Counted counted_;
   Integers found_{};
   bool alone_ = false;
+};
+
+// The maximum of points, which come in ascending order, and, if asked for, its place, or that of torch's pools.
+enum class Asked { value, place, pool_place };
+template <Asked asked> class LargestOf {
+ public:
+  explicit LargestOf(const int& lanes) : lanes_(lanes) {}
+  template <class At> void add(const Lanes& x, const At& at) { of_lanes_.take(x, at.places(), count_up() < lanes_); }
+  template <class At> void add(real x, const At& at) { alone_.take(x, at.position, true); }  // of passes whose points are single positions
+  template <bool kPool> Largest<kPool> value() const {
+    Largest<kPool> all{double(alone_.value), alone_.place};
+    for (int j = 0; j < kLanes; j++) all.merge({double(of_lanes_.value[j]), of_lanes_.place[j]});
+    return all;
+  }
+
+ private:
+  template <class T> struct Best {
+    T value = T{} - std::numeric_limits<real>::infinity();
+    math::Integer<T> place = math::Integer<T>{} - (asked != Asked::value);
+    template <class Places, class Mask> void take(const T& x, const Places& places, const Mask& inside) {
+      auto better = (x > value) | (x != x);
+      if constexpr (asked == Asked::place) better = better & (value == value);
+      if constexpr (asked != Asked::value) better = better | (place < 0);
+      better = better & inside;
+      value = better ? x : value;
+      if constexpr (asked != Asked::value) place = better ? places : place;
+    }
+  };
+  const int& lanes_;
+  Best<Lanes> of_lanes_;
+  Best<real> alone_;
 };
 
 // Moments from sums shifted by about the mean of their first values, a block of values at a time; again in
@@ -241,6 +273,8 @@ template <Order order, int stride, class Place, int width = stride> struct Scatt
   Place place;
   Integers inside = Integers{} - 1;  // of a window, where that has no position another stands for it
 
+  Integers places() const { return at; }
+  Integers is_at(int place) const { return at == place; }
   template <class E> Computed<E> read(const E* from) const { return gathered(from + first()); }
   template <class E> Computed<E> shared(const E* from) const { return gathered(from + n * extent.positions()); }
   Lanes v() const { return gathered(convolved()); }
@@ -457,6 +491,8 @@ template <bool kWhole> struct Row : Lanes_ {
   int place = 0;
 
   int64_t offset() const { return first() + position; }
+  Integers places() const { return count_up() + position; }
+  Integers is_at(int place) const { return places() == place; }
   template <class E> Computed<E> read(const E* from) const { return loaded(from + offset()); }
   template <class E> Computed<E> shared(const E* from) const { return loaded(from + n * extent.positions() + position); }
   Lanes v() const { return loaded(convolved() + position); }
@@ -538,6 +574,7 @@ struct Single : Plane_ {
   bool inside = true;  // as of scattered points
 
   int64_t offset() const { return first() + position; }
+  bool is_at(int place) const { return position == place; }
   template <class E> using One = std::conditional_t<std::is_integral_v<E>, int, real>;
   template <class E> One<E> read(const E* from) const { return One<E>(from[offset()]); }
   template <class E> One<E> shared(const E* from) const { return One<E>(from[n * extent.positions() + position]); }
@@ -643,6 +680,9 @@ template <Walk walk> class Plane {
   }
   Sum sum() const { return Sum(lanes_); }
   ShiftedSums moments() const { return ShiftedSums(lanes_); }
+  LargestOf<Asked::value> largest_value() const { return LargestOf<Asked::value>(lanes_); }
+  LargestOf<Asked::place> largest() const { return LargestOf<Asked::place>(lanes_); }
+  LargestOf<Asked::pool_place> pool_largest() const { return LargestOf<Asked::pool_place>(lanes_); }
   Any any() const { return Any(lanes_); }
   // Room for so many values of the point at hand.
   auto* held(int64_t count) {
@@ -655,6 +695,7 @@ template <Walk walk> class Plane {
   }
   void reduce(double* out, Sum& sum) const { out[at_] = sum.value(); }
   void reduce(Moments<double>* out, ShiftedSums& moments) const { out[at_] = moments.value(); }
+  template <bool kPool, Asked asked> void reduce(Largest<kPool>* out, const LargestOf<asked>& own) const { out[at_] = own.template value<kPool>(); }
 
  private:
   template <class F> void segment(const F& f, const value_t* values, int first, int last) {
@@ -741,6 +782,11 @@ struct Alone {
     Moments<double> moments{0, 0, 0};
     for (int64_t i = 0; i < count; i++) moments = moments.merge(of[i]);
     return moments;
+  }
+  template <bool kPool> Largest<kPool> merge(const Largest<kPool>* of, int64_t count) const {
+    Largest<kPool> largest;
+    for (int64_t i = 0; i < count; i++) largest.merge(of[i]);
+    return largest;
   }
   // The place of an extreme; the first among ties, the first NaN before all.
   template <class F> int64_t largest(int64_t count, const F& f) const { return extreme<1>(count, f); }

@@ -3,12 +3,13 @@
 // A pass is a struct of pointers and numbers whose operator() is the text; a skeleton (`planes`, `small`) says where it
 // runs. Both devices have the same words; this list is their contract.
 //
-//   Plane   n, c; each(f); sum(), moments(); reduce(out, of those)
-//   point   T; n, c; v(), read(p), write(p, x), shared(p), kept(…); channels(C, f), channel(c); window(pool, fine, f),
-//           chosen(pool, fine, place); spread(pool, coarse, f), the sum over all windows that hold it; largest(), smallest(), zero();
-//           of a padded pool's window inside: is there such a position?
+//   Plane   n, c; each(f); sum(), moments(); largest(), of a value and its place, pool_largest(), as torch's pools find that, largest_value(), of
+//           the value alone; add(x), of these add(x, point); reduce(out, of those)
+//   point   T; n, c; is_at(place), is it that position of its plane?; v(), read(p), write(p, x), shared(p), kept(…); channels(C, f), channel(c);
+//           window(pool, fine, f), chosen(pool, fine, place); spread(pool, coarse, f), the sum over all windows that hold it; largest(), smallest(),
+//           zero(); of a padded pool's window inside: is there such a position?
 //           on a CPU lazily(mask, f): f's value where the mask is set, else 0; and of its plane held(count), room for values of a point
-//   Block   index; each(count, f) with lanes: sum(count, f), merge(moments, count), write(p, x)
+//   Block   index; each(count, f) with lanes: sum(count, f), merge(moments or maxima, count), write(p, x)
 // and on a GPU of(p, i), a small array's value of a channel or, channels last, of neighbours, as a plane and a point then have in the place of c;
 // of a point largest_channel(), smallest_channel() and channel_zero() to begin with, and all(of those): what lanes that share channels have made
 // of them together; of a block, each_channel(C, f), of those that are its share; of a point, turned(p) and write_turned(p, x), of the array that may

@@ -132,6 +132,12 @@ template <int K, bool across = false> struct Point {
   __device__ __forceinline__ int64_t offset() const {
     return kLast || across ? (n * extent.positions() + position) * C + lane_of(c, 0) : place_in_planes();
   }
+  __device__ __forceinline__ int place_of(int i) const { return position + (across ? 0 : i); }
+  // Is it this position of its plane? Of a number, or of channels' own.
+  template <class I> __device__ __forceinline__ auto is_at(const I& place) const {
+    if constexpr (K == 1) return lane_of(place, 0) == position;
+    else return lanes<K>([&](int i) { return lane_of(place, i) == place_of(i); });
+  }
   template <class E> __device__ __forceinline__ auto read(const E* from) const { return load(from + offset(), across || aligned); }
   template <class E> __device__ __forceinline__ auto shared(const E* from) const {
     const int S = extent.positions();
@@ -386,6 +392,9 @@ template <bool kScalar, int kAtOnce, Order order> class Plane {
   }
   __device__ __forceinline__ Sum sum() const { return {}; }
   __device__ __forceinline__ ShiftedSums moments() const { return {}; }
+  __device__ __forceinline__ LargestOf<false> largest() const { return {}; }
+  __device__ __forceinline__ LargestOf<false> largest_value() const { return {}; }
+  __device__ __forceinline__ LargestOf<true> pool_largest() const { return {}; }
   // One of a plane's `parts` values.
   __device__ void reduce(double* out, Sum& sum) const {
     const double value = block_sum(sum.value());
@@ -393,6 +402,10 @@ template <bool kScalar, int kAtOnce, Order order> class Plane {
   }
   __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
     const Moments<double> value = block_moments(sums);
+    if (threadIdx.x == 0) out[block<order>()] = value;
+  }
+  template <bool kPool> __device__ void reduce(Largest<kPool>* out, const LargestOf<kPool>& own) const {
+    const Largest<kPool> value = block_largest(own.value());
     if (threadIdx.x == 0) out[block<order>()] = value;
   }
 
@@ -440,6 +453,15 @@ template <int K> struct MomentsAcross {
       sum[i] += d, square[i] += d * d;
     }
     count += 1;
+  }
+};
+
+// … and its maxima, of points in ascending order.
+template <int K, bool kPool> struct LargestAcross {
+  LargestOf<kPool> own[K];
+  template <class X, class At> __device__ __forceinline__ void add(const X& x, const At& at) {
+#pragma unroll
+    for (int i = 0; i < K; i++) own[i].add(real(lane_of(x, i)), at);
   }
 };
 
@@ -510,6 +532,9 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   }
   __device__ __forceinline__ SumsAcross<K> sum() const { return {turn_}; }
   __device__ __forceinline__ MomentsAcross<K> moments() const { return {}; }
+  __device__ __forceinline__ LargestAcross<K, false> largest() const { return {}; }
+  __device__ __forceinline__ LargestAcross<K, false> largest_value() const { return {}; }
+  __device__ __forceinline__ LargestAcross<K, true> pool_largest() const { return {}; }
   // One of a plane's `parts` values.
   __device__ void reduce(double* out, const SumsAcross<K>& sums) const {
     put(out, added(sums.total));
@@ -530,6 +555,28 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
     const double all[] = {added(counts), added(sum), added(square)};
     put(out, Moments<double>::from_shifted(all[0], shifts[threadIdx.x % (32 * K)], all[1], all[2]));
     __syncthreads();  // shifts may be written again
+  }
+  template <bool kPool> __device__ void reduce(Largest<kPool>* out, const LargestAcross<K, kPool>& across) const {
+    constexpr int kWarps = kPlaneThreads / 32;
+    __shared__ real most[kWarps * 32 * K];
+    __shared__ int place[kWarps * 32 * K];
+#pragma unroll
+    for (int i = 0; i < K; i++) {
+      Largest<kPool> own = across.own[i].value();
+      for (unsigned d = 16; d >= lanes_; d /= 2) own.merge(of_lane_behind(own, int(d)));
+      const unsigned at = (threadIdx.x / 32 * K + i) * lanes_ + lane();
+      if (threadIdx.x % 32 < lanes_) most[at] = real(own.most), place[at] = int(own.place);
+    }
+    __syncthreads();  // every warp's are there
+    Largest<kPool> value;
+    const unsigned i = threadIdx.x % K, of = threadIdx.x / K;
+    if (of < lanes_)
+      for (unsigned warp = 0; warp < kWarps; warp++) {
+        const unsigned at = (warp * K + i) * lanes_ + of;
+        value.merge({double(most[at]), place[at]});
+      }
+    put(out, value);
+    __syncthreads();  // they may be written again
   }
 
  private:
@@ -638,8 +685,8 @@ template <int K, Order order> class LastRows {
   template <class Own> struct OfFirst {
     const bool& counts;
     Own own;
-    template <class X> __device__ __forceinline__ void add(const X& x) {
-      if (counts) own.add(x);
+    template <class... X> __device__ __forceinline__ void add(const X&... x) {
+      if (counts) own.add(x...);
     }
   };
 
@@ -657,12 +704,19 @@ template <int K, Order order> class LastRows {
   }
   __device__ __forceinline__ OfFirst<Sum> sum() const { return {counts_, {}}; }
   __device__ __forceinline__ OfFirst<ShiftedSums> moments() const { return {counts_, {}}; }
+  __device__ __forceinline__ OfFirst<LargestOf<false>> largest() const { return {counts_, {}}; }
+  __device__ __forceinline__ OfFirst<LargestOf<false>> largest_value() const { return {counts_, {}}; }
+  __device__ __forceinline__ OfFirst<LargestOf<true>> pool_largest() const { return {counts_, {}}; }
   __device__ void reduce(double* out, OfFirst<Sum>& sum) const {
     const double value = block_sum(sum.own.value());
     if (threadIdx.x == 0) out[block<order>()] = value;
   }
   __device__ void reduce(Moments<double>* out, const OfFirst<ShiftedSums>& sums) const {
     const Moments<double> value = block_moments(sums.own);
+    if (threadIdx.x == 0) out[block<order>()] = value;
+  }
+  template <bool kPool> __device__ void reduce(Largest<kPool>* out, const OfFirst<LargestOf<kPool>>& found) const {
+    const Largest<kPool> value = block_largest(found.own.value());
     if (threadIdx.x == 0) out[block<order>()] = value;
   }
 

@@ -2,6 +2,8 @@
 #pragma once
 #include "core/launch.cuh"
 #include "core/numerics.h"
+#include "load/extreme.cuh"
+#include "load/largest.h"
 #include "load/pack.cuh"
 
 namespace load {
@@ -102,12 +104,48 @@ __device__ inline Moments<double> block_moments(const ShiftedSums& own) {
   return moments;
 }
 
-// Of many parts of a plane, which blocks made, the sum or the moments: out (planes), of (planes, parts). A warp has a plane.
+// A thread's maximum of points, which come in ascending order.
+template <bool kPool> struct LargestOf {
+  Extreme<1, real> best;
+  template <class T, class At> __device__ __forceinline__ void add(const T& x, const At& at) {
+#pragma unroll
+    for (int i = 0; i < math::Traits<T>::lanes; i++) {
+      if constexpr (kPool) best.take_last(lane_of(x, i), at.place_of(i));
+      else best.take(lane_of(x, i), at.place_of(i));
+    }
+  }
+  __device__ __forceinline__ Largest<kPool> value() const { return {best.value, best.index}; }
+};
+
+template <bool kPool> __device__ inline Largest<kPool> of_lane_behind(const Largest<kPool>& a, int offset) {
+  return {__shfl_down_sync(~0u, a.most, offset), __shfl_down_sync(~0u, int(a.place), offset)};
+}
+// Valid in lane 0.
+template <bool kPool> __device__ inline Largest<kPool> warp_largest(Largest<kPool> own) {
+  for (int offset = 16; offset; offset /= 2) own.merge(of_lane_behind(own, offset));
+  return own;
+}
+// Valid in thread 0; as block_sum.
+template <bool kPool> __device__ inline Largest<kPool> block_largest(Largest<kPool> own) {
+  __shared__ double most[kMostWarps];
+  __shared__ int place[kMostWarps];
+  own = warp_largest(own);
+  if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = own.most, place[threadIdx.x / 32] = int(own.place);
+  __syncthreads();  // every warp's is there
+  if (threadIdx.x == 0)
+    for (int warp = 1; warp < int(blockDim.x) / 32; warp++) own.merge({most[warp], place[warp]});
+  __syncthreads();  // they may be written again
+  return own;
+}
+
+// Of many parts of a plane, which blocks made, the sum, the moments or the maximum: out (planes), of (planes, parts). A warp has a plane.
 constexpr int kMergingThreads = 256, kFewParts = 32;
 __device__ inline double warp_merged(double a) { return warp_sum(a); }
 __device__ inline Moments<double> warp_merged(const Moments<double>& a) { return warp_merge(a); }
+template <bool kPool> __device__ inline Largest<kPool> warp_merged(const Largest<kPool>& a) { return warp_largest(a); }
 __device__ inline void take(double& a, double b) { a += b; }
 __device__ inline void take(Moments<double>& a, const Moments<double>& b) { a = a.merge(b); }
+template <bool kPool> __device__ inline void take(Largest<kPool>& a, const Largest<kPool>& b) { a.merge(b); }
 
 template <class T> __global__ void __launch_bounds__(kMergingThreads) merge_parts_kernel(T* out, const T* of, int64_t planes, int64_t parts) {
   await_previous_kernel();

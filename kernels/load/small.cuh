@@ -42,6 +42,13 @@ struct ValueLanes {
     for (; i < count; i += width) take(i, of[i]);
     return Moments<double>::from_shifted(of_all(all), shift, of_all(total), of_all(square));
   }
+  template <bool kPool> __device__ Largest<kPool> merge(const Largest<kPool>* of, int64_t count) const {
+    Largest<kPool> own;
+    for (int64_t i = lane; i < count; i += width) own.merge(of[i]);
+    for (int distance = 1; distance < width; distance *= 2)
+      own.merge({__shfl_xor_sync(~0u, own.most, distance), __shfl_xor_sync(~0u, int(own.place), distance)});
+    return own;
+  }
   // The place of an extreme; the first among ties, the first NaN before all. Every lane finds it.
   template <class F> __device__ int64_t largest(int64_t count, const F& f) const { return extreme<1>(count, f); }
   template <class F> __device__ int64_t smallest(int64_t count, const F& f) const { return extreme<-1>(count, f); }

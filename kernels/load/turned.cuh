@@ -143,12 +143,19 @@ template <Tiled tiled> class TurnedPlane {
   }
   __device__ __forceinline__ Sum sum() const { return {}; }
   __device__ __forceinline__ ShiftedSums moments() const { return {}; }
+  __device__ __forceinline__ LargestOf<false> largest() const { return {}; }
+  __device__ __forceinline__ LargestOf<false> largest_value() const { return {}; }
+  __device__ __forceinline__ LargestOf<true> pool_largest() const { return {}; }
   __device__ void reduce(double* out, Sum& sum) const {
     const double value = warp_sum(sum.value());
     if (threadIdx.x % 32 == 0) put(out[place()], value);
   }
   __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
     const Moments<double> value = warp_moments(sums);
+    if (threadIdx.x % 32 == 0) put(out[place()], value);
+  }
+  template <bool kPool> __device__ void reduce(Largest<kPool>* out, const LargestOf<kPool>& own) const {
+    const Largest<kPool> value = warp_largest(own.value());
     if (threadIdx.x % 32 == 0) put(out[place()], value);
   }
 
