@@ -156,7 +156,7 @@ def test_blocks_share_a_plane(layout, parts, name, device, monkeypatch):
         pytest.skip("a GPU's way")
     if layout == "turned":  # a part has a tile, or some
         monkeypatch.setattr(layouts, "fastest", lambda *given: layouts.TURNED)
-        monkeypatch.setattr(load_plan, "_shares", lambda most, planes: min(most, parts))
+        monkeypatch.setattr(load_plan, "_shares", lambda most, *_: min(most, parts))
         monkeypatch.setattr(load_plan, "_FEW_PARTS", 1 << 20)
     else:
         monkeypatch.setattr(load_plan, "parts_of", lambda *given: parts)
