@@ -143,6 +143,17 @@ def convolves_last(segment: Segment, x: Tensor, weight: Tensor) -> bool:
     return segment.of_operand or runs_tf32(segment, x, weight)
 
 
+def rounds_for_library(segment: Segment, x: Tensor, weight: Tensor) -> bool:
+    """Does the library round operands channels last that in eager are in planes?"""
+    by_library = not segment.conv.is_nothing and depthwise.obstacle(segment, x, weight) is not None
+    return by_library and rounds(segment, x)
+
+
+def convolves_planes(segment: Segment, x: Tensor, weight: Tensor) -> bool:
+    """Does the library make v in planes, though results stay channels last, because eager's isn't in TF32?"""
+    return rounds_for_library(segment, x, weight) and not convolves_last(segment, x, weight)
+
+
 def differentiates_last(segment: Segment, x: Tensor, weight: Tensor) -> bool:
     """May the gradients be those of channels last, in TF32?"""
     return all(runs_tf32(segment, x, weight, of) for of in ("dx", "dw"))

@@ -63,12 +63,14 @@ class Case(NamedTuple):
 
     @property
     def turns_y(self) -> bool:
-        """May passes turn y, and its gradient, on the way, where that stays channels last, but x, which is v, and all that is like it lie in planes?"""
-        if not (self.segment.conv.is_nothing and self.stays_last and self.dtype == self.x.dtype):
+        """May passes turn y, and its gradient, on the way, where that stays channels last, but x, v and all that is like it lie in planes?"""
+        if not (self.stays_last and self.dtype == self.x.dtype):
+            return False
+        if not (self.segment.conv.is_nothing or between.convolves_planes(self.segment, self.x, self.weight)):
             return False
         alike = zip(self.segment.inputs, self.arguments)
         alike = [self.x, *(t for leaf, t in alike if leaf.space.level and leaf.space.c)]
-        return self.x.shape[1] % 8 == 0 and all(t.is_contiguous() for t in alike)
+        return self.weight.shape[0] % 8 == 0 and all(t.is_contiguous() for t in alike)
 
     @property
     def sizes(self) -> Sizes:

@@ -96,17 +96,11 @@ def _lay_out(plan: Plan, case: Case) -> None:
 def _set_layout(plan: Plan, case: Case, own: bool) -> None:
     _lay_out(plan, case)
     plan.runs = PLANES if own else layouts.fastest(case.segment, case.x, case.weight, "forward")
-    if plan.last:
-        plan.runs = TURNED
-        if _rounds(case.segment, case.x, case.weight):
+    if plan.last or plan.turns_y:
+        plan.runs = TURNED if plan.last else PLANES
+        if between.rounds_for_library(case.segment, case.x, case.weight):
             in_tf32 = between.convolves_last(case.segment, case.x, case.weight)
             plan.runs = FOR_TF32 if in_tf32 else PLANES
-
-
-def _rounds(segment, x: Tensor, weight: Tensor) -> bool:
-    """Does the library round operands channels last that in eager are in planes?"""
-    by_library = not segment.conv.is_nothing and depthwise.obstacle(segment, x, weight) is not None
-    return by_library and between.rounds(segment, x)
 
 
 def _turned(plan: Plan, program: Program, layout: int) -> int:
@@ -358,7 +352,7 @@ def _ways_back(plan: Plan, dx: bool, dw: bool, own: bool, x: Tensor, weight: Ten
         layout = UNITS
     elif ways.x or ways.weight == gradients.FEW:  # which take dz in planes
         layout = PLANES
-    if plan.last and _rounds(segment, x, weight):
+    if (plan.last or plan.turns_y) and between.rounds_for_library(segment, x, weight):
         layout = FOR_TF32 if between.differentiates_last(segment, x, weight) else PLANES
     return ways, of_library, layout
 
@@ -384,7 +378,8 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     if without_dz:
         shapes["dz"] = (0,)
     side = replace(plan, layout=_turned(plan, program, layout), without_dz=without_dz)
-    over = spent and not without_dz and (plan.last or not side.layout) and _may_write_over_v(program, "dz")
+    lies_as_v = plan.last or not side.layout or program.turns == "dy"
+    over = spent and not without_dz and lies_as_v and _may_write_over_v(program, "dz")
     over = over and "v" in given and not plan.segment.conv.is_nothing  # where v is x
     over = (
         over and [root.name for root in roots.values() if root].count("dz") == 1
