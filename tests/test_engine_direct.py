@@ -460,7 +460,7 @@ def test_what_views_have_room_for(last, device, by_views, monkeypatch):
     columns = max(each for each in range(4, 2000) if fits(each)) + (not last)
     model = random_model((24, 16, 3, 2), TAILS["leaky, gelu"])
     x = numerics.random_input((1, 16, 4, columns))
-    monkeypatch.setattr(tiling, "views", lambda *_: tiling.Views(1, 1, False))
+    monkeypatch.setattr(tiling, "views", lambda *_: tiling.Views(1, 1, 16, 4))
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
     if last:
         assert run(model, x).isfinite().all()

@@ -172,12 +172,14 @@ def test_views(dtype, split, case, y_last, stream):
     assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_views_in_little_memory(split, stream):
-    """A team has one stage."""
+@pytest.mark.parametrize(
+    "split, kilobytes", [(False, 84), (False, 69), (False, 44), (True, 118), (True, 100)], ids=str
+)
+def test_views_in_little_memory(split, kilobytes, stream):
+    """A team has one stage; of as many teams as there is room for: 4, 3 or 1, split 2 or 1."""
     filters, image, columns, settings = VIEWS[3]
     x, weight = drawn(filters, image, torch.float32)
-    y = stream(x, weight, columns, settings, split=split, views=True, shared=(118 if split else 84) << 10)
+    y = stream(x, weight, columns, settings, split=split, views=True, shared=kilobytes << 10)
     assert_close(y, x, weight, settings, split)
 
 

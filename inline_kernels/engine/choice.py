@@ -89,9 +89,9 @@ STREAM_TILES = {
 STREAM_ROW = 0.003
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
-# By views of patches (kernels/conv/stream_views.cuh): of a tile, of each of its products, less where a team has two stages, and of each of its
-# channels out, whose stores take longer where products are few; a tile takes the longer one (trials/views.json).
-VIEWS_START, VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL = 10, 0.1, (0.1, 0.085), 0.053
+# By views of patches (kernels/conv/stream_views.cuh), of a tile: of each of its products, of each of its channels out in float32, of each kilobyte of
+# its patches; and how much longer all of it takes where operands are split (trials/views.json, within an eighth, but for 32 channels of rows of 256: a fifth).
+VIEWS_START, VIEWS_PRODUCT, VIEWS_CHANNEL, VIEWS_KILOBYTE, VIEWS_SPLIT = 10, 0.027, 0.0166, 0.012, 1.25
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
 LIBRARY_TURNS = 32  # channels, from which on x in planes is turned for it (layouts.py)
@@ -100,7 +100,7 @@ LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
 # of channels out it computes 32 at once (trials/views.json: 41e6 from 16 to 16).
 LIBRARY_VOLUMES, LIBRARY_VOLUMES_MOST = 4e6, 200e6
 # Where TF32 isn't run: of any filter, and of 3 x 3 from 64 channels on in images of so many rows and columns, at most (28e6 to 78e6; of smaller
-# images 22e6 and 29e6: trials/float32.json).
+# images 22e6 and 29e6: trials/float32.json). Of channels in it computes 8 at once, of channels out 32 at least (trials/views.json: 16e6 with 3 in, 10e6 with 16 out).
 LIBRARY_FLOAT32, LIBRARY_WINOGRAD, WINOGRAD_ROWS = 41e6, 80e6, 28
 # kernels/conv/wide.cuh's, that only writes v (benchmarks/results/trials/stored.json), of 64 channels in, all of whose weights registers hold; of
 # more, for each 64 (trials/rows.json: 275e6 with 128, 190e6 with 256).
@@ -169,12 +169,14 @@ def stream_folded(filters: Sequence[int], dilation: int, packs: bool, split: boo
     return columns if packs and fits else 1
 
 
-def stream_views(views, outputs: int, samples: int, device) -> float:
-    """Microseconds of stream's products by views of patches. views: a tiling.Views."""
+def stream_views(views, outputs: int, samples: int, itemsize: int, split: bool, device) -> float:
+    """Microseconds of stream's products by views of patches. views: a tiling.Views. itemsize: of results."""
     blocks = -(-outputs // 64)
     turns = -(-samples * -(-views.positions // VIEWS_POSITIONS) // max(device.multiprocessors // blocks, 1))
-    products = VIEWS_TILE + VIEWS_PRODUCT[views.ahead] * views.products
-    return VIEWS_START + turns * max(products, VIEWS_CHANNEL * min(outputs, 64)) / device.scale.clock
+    tile = VIEWS_PRODUCT * views.products + VIEWS_CHANNEL * min(outputs, 64) * itemsize / 4
+    tile += VIEWS_KILOBYTE * views.bytes / 1024
+    alone = 1 if views.teams > 1 else 2  # nothing hides what a single team waits for
+    return VIEWS_START + turns * tile * alone * (VIEWS_SPLIT if split else 1) / device.scale.clock
 
 
 def _pixel(channels: int, split: bool) -> int:
@@ -235,7 +237,8 @@ def stream_loses(
     rate = LIBRARY_OPERATIONS[itemsize]
     if how.split:
         by_winograd = tuple(filters[2:]) == (3, 3) and filters[1] >= 64 and min(image[2:]) >= WINOGRAD_ROWS
-        rate = LIBRARY_WINOGRAD if by_winograd else LIBRARY_FLOAT32
+        computed = [-(-filters[0] // 32) * 32 / filters[0], -(-filters[1] // 8) * 8 / filters[1]]
+        rate = LIBRARY_WINOGRAD if by_winograd else LIBRARY_FLOAT32 / math.prod(computed)
     elif len(filters) == 5 and itemsize == 4:
         rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST) * min(filters[0] / 32, 1)
     operations = 2 * v * math.prod(filters[1:]) / device.scale.compute

@@ -17,17 +17,26 @@ from .segment import Segment
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
 
 BY_SIZES = True
-_BY = direct, sinks  # sinks takes any number of channels out
+_BY = direct, sinks  # whose narrow mainloops, faster than stream, take any number of channels out
+
+
+def _composed(case: Case) -> programs.Composed:
+    return programs.composed_of(case.segment, programs.kind_for(case))
+
+
+def _writes_last(case: Case) -> bool:
+    """Does v lie channels last, because y stays so, and passes can't turn that?"""
+    return case.stays_last and not load_plan.turns_y_alone(case, _composed(case))
 
 
 def _behind(case: Case) -> Case:
-    """For what follows the convolution, which writes v so, unless y stays channels last: then v lies so, too."""
+    """For what follows the convolution, which writes v in planes, unless y stays channels last."""
     return case if case.stays_last else case._replace(last=False, in_planes=True)
 
 
 def alone(case: Case) -> Case:
     """Its convolution, of x and the weight. The segment is made once; it is kept with the graph of the case's. v isn't rounded."""
-    segment, last = case.segment, case.stays_last
+    segment, last = case.segment, _writes_last(case)
     with programs.lock:
         known = vars(segment.graph).setdefault("alone", {})
         if last not in known:
@@ -48,20 +57,21 @@ def alone(case: Case) -> Case:
 def convolving(case: Case):
     """The schedule that convolves. Raises Unsupported."""
     segment = case.segment
-    if case.stays_last and not load_plan.is_last(
-        case, programs.composed_of(segment, programs.kind_for(case))
-    ):
+    last = _writes_last(case)
+    if last and not load_plan.is_last(case, _composed(case)):
         raise Unsupported("v would lie channels last, and passes read planes")
-    refused = []
+    able, refused = [], []
     for by in _BY:
         try:
             requests = by.requests(alone(case))
-            if not case.stays_last and any(each["defines"].get("RESULTS_LAST") for each in requests):
+            if not last and any(each["defines"].get("RESULTS_LAST") for each in requests):
                 raise Unsupported("v would lie channels last, and passes read planes")
-            return by
+            able.append(by)
         except Unsupported as error:
             refused.append(str(error))
-    raise Unsupported("; ".join(dict.fromkeys(refused)))
+    if not able:
+        raise Unsupported("; ".join(dict.fromkeys(refused)))
+    return next((by for by in able if by.describe(alone(case)).startswith("narrow")), able[0])
 
 
 def first_beside(case: Case) -> tuple | None:

@@ -438,11 +438,12 @@ def stream_obstacle(x: Tensor, dtype: torch.dtype):
 
 class Views(NamedTuple):
     """Of stream by views of patches: positions of a sample, from the first result to the last, with what lies between rows; products of a
-    tile; ahead: has shared memory two stages for each team?"""
+    tile, and bytes of its patches; teams, as many as shared memory has a stage for."""
 
     positions: int
     products: int
-    ahead: bool
+    bytes: int
+    teams: int
 
 
 def views(image: Sequence[int], filters: Sequence[int], walk, split: bool, device: Device) -> Views | None:
@@ -460,13 +461,13 @@ def views(image: Sequence[int], filters: Sequence[int], walk, split: bool, devic
     pairs, left = (eights, eights) if split else (eights // 2, eights % 2)
     products, units = pairs * of_plane + left * ceil_div(of_plane, 2), eights * (1 + split)
     products *= math.prod(kernel[:-2])
-    teams, staging = 2 if split else 4, 4 * 2560  # of a team
-    stages = teams * ceil_div(units * patch * 16, 128) * 128  # of each team one
-    room = 512 + products * 2 * 64 * 16 + teams * staging + stages
+    stage, staging = ceil_div(units * patch * 16, 128) * 128, 4 * 2560  # of a team
+    room = device.shared - 512 - products * 2 * 64 * 16
+    teams = min(2 if split else 4, room // (staging + stage))
     counted = sample * units < 1 << 30 and image[0] * (sample + choice.VIEWS_POSITIONS) < 1 << 31
-    if room > device.shared or not counted or (sample + choice.VIEWS_POSITIONS) * max(row, lines) >= 1 << 32:
+    if teams < 1 or not counted or (sample + choice.VIEWS_POSITIONS) * max(row, lines) >= 1 << 32:
         return None
-    return Views(sample - first, products, room + stages <= device.shared)
+    return Views(sample - first, products, units * patch * 16 * math.prod(kernel[:-2]), teams)
 
 
 def streamed(
@@ -482,7 +483,7 @@ def streamed(
     """`how`, with the rows or views that it multiplies. positions: of all results; stores: are they only stored?"""
     how = how._replace(folded=choice.stream_folded(filters, walk.dilation[-1], how.packs, how.split))
     planned = views(image, filters, walk, how.split, device) if how.packs else None
-    by_views = planned and choice.stream_views(planned, filters[0], image[0], device)
+    by_views = planned and choice.stream_views(planned, filters[0], image[0], itemsize, how.split, device)
     gathered = choice.stream_columns(filters, positions, itemsize, device, how)[1]
     faster = stores and by_views is not None and by_views < gathered
     return how._replace(views=by_views, folded=choice.VIEWS if faster else how.folded)

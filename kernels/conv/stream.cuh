@@ -142,8 +142,8 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
   at.OD = int(results[0]), at.OH = int(results[1]), at.OW = int(results[2]);
   at.taps[0] = walk.dilation[0] * at.plane, at.taps[1] = walk.dilation[1] * at.row, at.taps[2] = walk.dilation[2];
   at.patch = Conv::kTilePositions + (taps[1] - 1) * at.taps[1] + (taps[2] - 1) * at.taps[2];
-  const int stages = Loop::stages(at);
-  expect(stages > 0, "a patch of which shared memory has room for one of each team");
+  const int teams = Loop::teams(at), stages = Loop::stages(at, teams);
+  expect(stages > 0, "a patch of which shared memory has room for one");
   if (N == 0) return;
 
   const Scratch<int32_t> exponents(Conv::kPaddedOut, stream);
@@ -153,7 +153,7 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
   // The last tile's patches end behind the last pixel.
   const Scratch<uint4> packed(N * pixels * Conv::kUnits + Conv::kTilePositions + at.patch, stream);
   pack_views<Conv>(packed, scales, x, at, stream);
-  convolve_views<Loop>({out, more, packed_weight, packed, exponents, scales, tail, int(N), stages, at}, stream);
+  convolve_views<Loop>({out, more, packed_weight, packed, exponents, scales, tail, int(N), teams, stages, at}, stream);
   if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Conv::kPaddedOut});
 }
 

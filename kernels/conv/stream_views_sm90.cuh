@@ -17,7 +17,7 @@ template <class Operands, class Out, class More, class Tail> struct ViewsArgumen
   const int32_t* exponents;  // (kPaddedOut): weights are scaled by 2^exponent
   Scales<Operands> scales;   // of samples
   Tail tail;
-  int N, stages;             // of a team
+  int N, teams, stages;      // stages of a team
   Lattice at;
 };
 
@@ -28,25 +28,32 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
   using typename Conv::Filter, typename Conv::operand_t;
   static_assert(!Out::kReduces && !More::Out::kReduces, "results that are stored");
 
+  // Teams at most: as many as registers, and shared memory, have room for.
   static constexpr int kTeams = kSplit ? 2 : 4, kThreads = kWarpgroup * (1 + kTeams);
-  // Together no more than a launch of so many threads gets: 65,536 shared out by eights.
-  static constexpr int kProducerRegisters = 24, kTeamRegisters = kSplit ? 240 : 112;
+  // Together no more than a launch of so many threads gets, 65,536 shared out by eights; nor do fewer teams take more than theirs.
+  static constexpr int kProducerRegisters = kSplit ? 40 : 32, kTeamRegisters = kSplit ? 232 : 112;
   static_assert(kProducerRegisters + kTeams * kTeamRegisters <= (1 + kTeams) * (65536 / kThreads / 8 * 8), "or some wait for ever");
   static constexpr int kTiles = kTilePositions / 8;  // of 8 positions
   static constexpr int kTilesAtOnce = 4 * (Out::kPerWord > More::Out::kPerWord ? Out::kPerWord : More::Out::kPerWord);  // of tail and sink
   // A tensor core's sums lose digits, so that those of so many products are added by others, where operands are split.
   static constexpr int kAtOnce = kSplit ? 12 : kProducts;
 
-  // Shared memory: barriers, staging, weights, stages.
+  // Shared memory: barriers, weights, staging, stages.
   static constexpr int kMostStages = 4;  // of a team
   static constexpr int kWarpBytes = Out::kWarpBytes > More::Out::kWarpBytes ? Out::kWarpBytes : More::Out::kWarpBytes;
-  static constexpr int kStagingAt = 512, kWeightsAt = kStagingAt + (kTeams * 4 * kWarpBytes + 127) / 128 * 128;
-  static constexpr int kStagesAt = kWeightsAt + kSteps * kWeightBytes;
-  static_assert((2 * kMostStages * kTeams + 1) * 8 <= kStagingAt);
+  static constexpr int kWeightsAt = 512, kStagingAt = kWeightsAt + kSteps * kWeightBytes;
+  static_assert((2 * kMostStages * kTeams + 1) * 8 <= kWeightsAt);
+  static HOST_DEVICE int stages_at(int teams) { return kStagingAt + (teams * 4 * kWarpBytes + 127) / 128 * 128; }
   static HOST_DEVICE int stage_bytes(const Lattice& at) { return (kUnits * at.patch * 16 + 127) / 128 * 128; }
-  static HOST_DEVICE int stages(const Lattice& at) {
-    const int fit = (kSharedLimit - kStagesAt) / (stage_bytes(at) * kTeams);
-    return fit < kMostStages ? fit : kMostStages;
+  // Of so many teams; 0: there is no room for one of each.
+  static HOST_DEVICE int stages(const Lattice& at, int teams) {
+    const int fit = (kSharedLimit - stages_at(teams)) / (stage_bytes(at) * teams);
+    return fit < kMostStages ? max(fit, 0) : kMostStages;
+  }
+  static int teams(const Lattice& at) {
+    int most = kTeams;
+    while (most > 1 && stages(at, most) == 0) most--;
+    return most;
   }
 
   static HOST_DEVICE int tiles(const Lattice& at) { return ceil_div(at.positions(), kTilePositions); }  // of a sample
@@ -61,7 +68,7 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
     uint32_t parity = 0;
     __device__ __forceinline__ Pipe(const Arguments& args, uint8_t* shared, int team)
         : barriers(reinterpret_cast<uint64_t*>(shared) + 2 * kMostStages * team), count(args.stages),
-          bytes(stage_bytes(args.at)), first(kStagesAt + team * count * bytes) {}
+          bytes(stage_bytes(args.at)), first(stages_at(args.teams) + team * count * bytes) {}
     __device__ __forceinline__ uint64_t* full() const { return barriers + stage; }
     __device__ __forceinline__ uint64_t* empty(int i) const { return barriers + kMostStages + i; }
     __device__ __forceinline__ int at() const { return first + stage * bytes; }
@@ -105,7 +112,7 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
   static __device__ __forceinline__ void produce(const Arguments& args, uint8_t* shared, int team) {
     const Lattice& at = args.at;
     Pipe next(args, shared, team);
-    for (int number = team;; number += kTeams) {
+    for (int number = team;; number += args.teams) {
       const Tile tile(args, number);
       if (!tile.exists(args)) break;
 #pragma unroll 1
@@ -235,7 +242,7 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
     Pipe next(args, shared, team);
     uint8_t* const staging = shared + kStagingAt + warp * kWarpBytes;
     await(weights_barrier(shared), 0);
-    for (int number = team;; number += kTeams) {
+    for (int number = team;; number += args.teams) {
       const Tile tile(args, number);
       if (!tile.exists(args)) break;
       const Lattices where{args.at, tile.n};
@@ -253,7 +260,7 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
   static __device__ __forceinline__ void run(const Arguments& args) {
     extern __shared__ __align__(1024) uint8_t stream_shared[];
     if (threadIdx.x == 0) {
-      for (int team = 0; team < kTeams; team++) Pipe(args, stream_shared, team).initialize();
+      for (int team = 0; team < args.teams; team++) Pipe(args, stream_shared, team).initialize();
       tensor_core::initialize(weights_barrier(stream_shared), 1);
       publish_barriers();
     }
@@ -261,7 +268,7 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
     if (threadIdx.x < kWarpgroup) {
       give_registers_but<kProducerRegisters>();
       if (threadIdx.x == 0) fetch_weights(args, stream_shared);
-      if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < kTeams) produce(args, stream_shared, threadIdx.x / 32);
+      if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < args.teams) produce(args, stream_shared, threadIdx.x / 32);
     } else {
       take_registers_to<kTeamRegisters>();
       compute(args, stream_shared);
@@ -283,8 +290,8 @@ template <class Loop> void convolve_views(const typename Loop::Arguments& args, 
   allow_shared<convolve_views_kernel<Loop>>();
   // As many for each block of channels.
   const int blocks = min(max(device_attribute(cudaDevAttrMultiProcessorCount) / Loop::kChannelBlocks, 1), args.N * Loop::tiles(args.at));
-  const int shared = Loop::kStagesAt + args.stages * Loop::kTeams * Loop::stage_bytes(args.at);
-  convolve_views_kernel<Loop><<<blocks * Loop::kChannelBlocks, Loop::kThreads, shared, stream>>>(args);
+  const int shared = Loop::stages_at(args.teams) + args.stages * args.teams * Loop::stage_bytes(args.at);
+  convolve_views_kernel<Loop><<<blocks * Loop::kChannelBlocks, kWarpgroup * (1 + args.teams), shared, stream>>>(args);
 }
 
 }  // namespace conv

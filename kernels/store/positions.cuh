@@ -72,29 +72,38 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
       }
       __syncwarp();  // everyone has written
       const int column = first * 8 + lane * kPerWord;
-      int64_t to[kPerWord];
+      T* to[kPerWord];
       bool real[kPerWord];
 #pragma unroll
       for (int i = 0; i < kPerWord; i++) {
         const Place place = where(patch.position + column + i);
-        to[i] = (int64_t(place.n) * channels + patch.channel) * S + place.s;
+        to[i] = y + (int64_t(place.n) * channels + patch.channel) * S + place.s;
         real[i] = place.real && column + i < patch.columns;
       }
       bool any = real[0], whole = real[0];
       if constexpr (kPerWord > 1) {
         any |= real[1];
-        whole &= real[1] && to[1] == to[0] + 1 && S % kPerWord == 0 && uintptr_t(y + to[0]) % 4 == 0;
+        whole &= real[1] && to[1] == to[0] + 1 && S % kPerWord == 0 && uintptr_t(to[0]) % 4 == 0;
       }
-#pragma unroll 4
-      for (int c = 0; c < min(channels - patch.channel, patch.channels); c++) {
-        const Word word = staging[c * kPitch + lane];
-        if (!any) continue;
-        if (whole) {
-          *reinterpret_cast<Word*>(y + to[0] + int64_t(c) * S) = word;
-        } else {
+      const int count = min(channels - patch.channel, patch.channels);
 #pragma unroll
-          for (int i = 0; i < kPerWord; i++)
-            if (real[i]) y[to[i] + int64_t(c) * S] = word.at[i];
+      for (int half = 0; half < 16; half += 8) {
+        Word words[8];  // all are read before the first is stored, which a read doesn't pass
+#pragma unroll
+        for (int c = 0; c < 8; c++) words[c] = staging[(half + c) * kPitch + lane];
+        if (!any) continue;
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+          if (half + c >= count) break;
+          if (kPerWord == 1 || whole) {
+            *reinterpret_cast<Word*>(to[0]) = words[c];
+          } else {
+#pragma unroll
+            for (int i = 0; i < kPerWord; i++)
+              if (real[i]) *to[i] = words[c].at[i];
+          }
+#pragma unroll
+          for (int i = 0; i < kPerWord; i++) to[i] += S;
         }
       }
     }
@@ -115,10 +124,14 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
       for (int i = 0; i < 16; i++)
         staging[(i / 4 * 8 + t * 2 + i % 2) * kPitch + g + i / 2 % 2 * 8] = values[first + i / 4][i % 4];
       __syncwarp();  // everyone has written
+      float4 fours[4];  // all are read before the first is stored
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        fours[i] = *reinterpret_cast<const float4*>(staging + (i * 8 + lane / 4) * kPitch + lane % 4 * 4);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int column = i * 8 + lane / 4;
-        float4 four = *reinterpret_cast<const float4*>(staging + column * kPitch + lane % 4 * 4);
+        float4 four = fours[i];
         if constexpr (kRounds)
           four = {nearest_tf32(four.x), nearest_tf32(four.y), nearest_tf32(four.z), nearest_tf32(four.w)};
         const int64_t at = where.among_all(patch.position + first * 8 + column);
