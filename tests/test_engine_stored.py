@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import numerics
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import direct, part, precision, schedule, sinks, stored
+from inline_kernels.engine import between, direct, library, part, precision, schedule, sinks, stored
 from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, of_11_bits, only_through, random_model  # noqa: F401
@@ -357,6 +357,33 @@ def test_problems_at_their_full_sizes(number, saving, gpu):  # noqa: F811
     expected = f"{(TRAINED | BESIDE if saving else FORWARD)[number]} writes v"
     expected += " and sums, " if saving and number in BESIDE else ", "
     assert stored.describe(case).startswith(expected)
+
+
+@pytest.mark.parametrize("saving", [False, True])
+@pytest.mark.parametrize("mainloop", ["narrow2d", "stream"])
+def test_y_stays_channels_last(mainloop, saving, layer, monkeypatch):
+    """Rounded, for a convolution that reads it next. v lies in planes, as our own writes it, and passes turn y and its gradient."""
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: False)
+    model, x = layer(mainloop, lambda m, v: F.silu(F.group_norm(v, 4)))
+    segment, arguments = given(model, x)
+    segment = segment.with_result(between.OPERAND, False, (), True)
+    case = Case(segment, arguments, saving, x.dtype, last=True)
+    assert stored.describe(case).split(" writes v, ")[1].startswith("y channels last for what follows")
+    plan = stored.plan(case)
+    y, *saved = stored.forward(plan, arguments)
+    leaves = [x, model.conv.weight, model.conv.bias]
+    exact = copy.deepcopy(model).double()
+    of_exact = [x.double().requires_grad_(), exact.conv.weight, exact.conv.bias]
+    wanted = exact(of_exact[0])
+    assert library.is_channels_last(y) and not y.contiguous().view(torch.int32).bitwise_and(0x1FFF).any()
+    torch.testing.assert_close(y.double(), wanted.detach(), rtol=2**-10, atol=1e-4)
+    if not saving:
+        return
+    dy = torch.linspace(-1, 2, y.numel()).view(y.shape).contiguous(memory_format=torch.channels_last)
+    found = stored.backward(plan, dy, arguments, saved, [True] * len(arguments))
+    for t, ours, of_eager in zip(leaves, found, torch.autograd.grad(wanted, of_exact, dy.double())):
+        assert ours.shape == t.shape
+        torch.testing.assert_close(ours.double(), of_eager, rtol=1e-4, atol=2e-3)
 
 
 def test_on_a_cpu():

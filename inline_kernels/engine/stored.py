@@ -56,7 +56,6 @@ def alone(case: Case) -> Case:
 
 def convolving(case: Case):
     """The schedule that convolves. Raises Unsupported."""
-    segment = case.segment
     last = _writes_last(case)
     if last and not load_plan.is_last(case, _composed(case)):
         raise Unsupported("v would lie channels last, and passes read planes")
