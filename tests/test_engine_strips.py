@@ -95,6 +95,22 @@ MODELS = {
         (1, 8, 20, 301),
     ),
     "windows in depth": (nn.Conv3d(4, 16, 3), [nn.ReLU(), nn.MaxPool3d(2)], (2, 4, 7, 25, 31)),
+    "windows in depth, picked": (
+        nn.Conv3d(9, 16, 3, padding=1),
+        [nn.GELU(), nn.MaxPool3d(2)],
+        (2, 9, 7, 25, 31),
+    ),
+    "a channel of few in, picked": (nn.Conv2d(3, 24, 3), [LargestChannel(24)], (2, 3, 24, 27)),
+    "a position, picked": (
+        nn.Conv3d(10, 16, 3),
+        [nn.Hardswish(), nn.AdaptiveMaxPool3d(1)],
+        (2, 10, 7, 24, 27),
+    ),
+    "windows that overlap, picked": (
+        nn.Conv3d(8, 8, 3),
+        [nn.MaxPool3d(3, 2, 1), nn.SiLU()],
+        (2, 8, 7, 25, 31),
+    ),
     "a whole axis": (nn.Conv3d(4, 16, 3), [LeastOfDepth(), nn.Softmax(1)], (2, 4, 7, 25, 31)),
     "windows of windows": (
         nn.Conv3d(4, 16, 3),
@@ -129,6 +145,9 @@ def test_twice_eagers_error_at_most(name):
     theirs, ours = results(model, x, g, alone), results(new, x, g, alone)
     if "few" not in name:
         assert "Winograd" in str(new.plan(x))
+    if "picked" in name:
+        with torch.enable_grad():
+            assert "picked::FilterSums" in new.source(x)
     for i, (truth, eager, own) in enumerate(zip(exact, theirs, ours)):
         error, allowed = (own - truth).norm(), 2 * (eager - truth).norm() + 2e-7 * truth.norm()
         assert error <= allowed, f"result {i} of {len(exact)}: {error} where eager's half is {allowed}"
@@ -279,13 +298,14 @@ struct Copy {
     plane.each([&](const auto& at) { at.write(dz, at.read(from)); });
   }
 };
-EXPORT void gradient(value_t* dweight, value_t* dz, const value_t* dv, const value_t* image, bool by_winograd, int64_t N, int64_t C, int64_t image_C, int64_t image_D, int64_t image_H, int64_t image_W, int64_t kernel_D, int64_t before, int64_t above, int64_t left, int64_t planes, int64_t rows, int64_t columns, int64_t samples, int64_t shares) {
+EXPORT void gradient(value_t* dweight, value_t* dz, const value_t* dv, const value_t* image, int64_t by, int64_t N, int64_t C, int64_t image_C, int64_t image_D, int64_t image_H, int64_t image_W, int64_t kernel_D, int64_t before, int64_t above, int64_t left, int64_t planes, int64_t rows, int64_t columns, int64_t samples, int64_t shares) {
   const winograd::Sizes sizes{N, image_C, C, image_D, image_H, image_W, kernel_D, before, above, left};
   const int64_t D = sizes.planes(), H = sizes.height(), W = sizes.width();
   const load::Division strips{D, H, W, planes, rows, columns};
-  const auto run = by_winograd ? load::differentiated<winograd::FilterSums, Copy> : load::differentiated<direct::FilterSums, Copy>;
+  const decltype(&load::differentiated<winograd::FilterSums, Copy>) runs[] = {load::differentiated<winograd::FilterSums, Copy>,
+      load::differentiated<direct::FilterSums, Copy>, load::differentiated<picked::FilterSums, Copy>};
   uint8_t passes = 0;
-  run(Copy{dv}, load::Extent(N, C, D, H, W), {}, dz, dweight, image, sizes, strips, shares, &passes);
+  runs[by](Copy{dv}, load::Extent(N, C, D, H, W), {}, dz, dweight, image, sizes, strips, shares, &passes);
 }
 """ + "\n".join(source._CONVOLVE)
 
@@ -332,6 +352,9 @@ def test_convolutions_at_random_sizes(way, data):
     assert_as_exact(v, lambda x, weight: F.conv3d(x, weight, padding=conv.padding), x, weight)
 
 
+BY = ["winograd", "direct", "picked"]
+
+
 def filters_gradient(by, conv, x, weight, dv, sizes, with_dz=False, shares=2):
     image = strips.Image(conv, x, weight, by == "winograd")
     (dw, behind), (dz, behind_dz) = (
@@ -341,24 +364,39 @@ def filters_gradient(by, conv, x, weight, dv, sizes, with_dz=False, shares=2):
     numbers = [*strips.of_gradient(image, sizes, by).numbers[:-1], shares]
     dz_or_nothing = dz if with_dz else x.new_empty(0)
     parts = inline_loader.load("parts", source=PARTS)
-    parts.gradient(dw, dz_or_nothing, dv, image.of(x), by == "winograd", sizes.N, sizes.C, *numbers)
+    parts.gradient(dw, dz_or_nothing, dv, image.of(x), BY.index(by), sizes.N, sizes.C, *numbers)
     assert (behind == math.pi).all() and (behind_dz == math.pi).all()
     assert not with_dz or torch.equal(dz, dv)
     return dw
 
 
 @optimised
-@pytest.mark.parametrize("by", ["winograd", "direct"])
+@pytest.mark.parametrize("by", BY)
 @given(st.data())
 def test_gradients_of_filters_at_random_sizes(by, data):
     """… by themselves, in any number of shares, with v's gradient or without; what lies behind a result stays as it was."""
     conv, x, weight, dv, sizes = drawn(data, by == "winograd")
+    if by == "picked":
+        dv *= torch.rand_like(dv) < data.draw(st.sampled_from([0.0, 0.1, 1.0]))
     with_dz, shares = data.draw(st.booleans()), data.draw(st.integers(1, 5))
 
     def by_library(x, dv):
         return torch.nn.grad.conv3d_weight(x, weight.shape, dv, padding=conv.padding)
 
     assert_as_exact(filters_gradient(by, conv, x, weight, dv, sizes, with_dz, shares), by_library, x, dv)
+
+
+@optimised
+def test_picked_sums_where_something_is_not_finite():
+    """A gradient of NaN reaches the sums of its channel. A pixel meets zeros, too, which are left out: nothing is known then."""
+    x, weight, dv = torch.randn(2, 9, 4, 20, 40), torch.randn(24, 9, 3, 3, 3), torch.zeros(2, 24, 2, 18, 38)
+    dv[0, 5, 1, 17, 37], dv[1, 6, 0, 0, 0] = math.nan, 1.0
+    dw = filters_gradient("picked", convolution(0, 0, 0), x, weight, dv, sizes_of(dv))
+    assert (
+        dw[5].isnan().all() and torch.equal(dw[6], x[1, :, :3, :3, :3]) and dw.isnan().sum() == dw[5].numel()
+    )
+    x[1, 8, 3, 19, 39] = math.inf
+    assert filters_gradient("picked", convolution(0, 0, 0), x, weight, dv, sizes_of(dv)).isnan().all()
 
 
 @optimised

@@ -6,6 +6,7 @@ in its place where backward needs no more of it, and small values in one tensor,
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from .cases import Case
 from .graph import ELEMENTS, Facts, Node, Space, down_to, order
 from .passes import Array, Program, Root, kind_of, of_positions
 
+_PICKED, _ALL = 4, 1 << 20  # places that one is picked of, at least; of whatever size
 _MOST_MASKS = 3  # of a byte an element; more are not worth it, beside v of four
 lock = threading.Lock()  # one at a time for a graph, whoever rewrites it
 
@@ -107,10 +109,20 @@ def _compose(segment, kind: Kind) -> Composed:
             back.turns = "dy"
     names, back_names = names_of(segment, ahead), back and names_of(segment, back)
     programs = {"forward": ahead} | ({"backward": back} if back else {})
+    own = _picking(kind.own, gradients[z]) if back else kind.own
     text = source.compose(
-        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns, kind.own
+        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns, own
     )
-    return Composed(text, ahead, names, back, back_names, saved, gradients, kind.own)
+    return Composed(text, ahead, names, back, back_names, saved, gradients, own)
+
+
+def _picking(own: source.Own, root: Root | None) -> source.Own:
+    """The filters' gradient is picked where v's is zero but at one of some places. Winograd's takes as long: what both make of v's gradient does."""
+    if not own.picks or own.gradient == "winograd" or not root or root.node.op != "put":
+        return own
+    level = root.node.graph.levels.get(root.node.args[1].attr[0])  # None: of all positions, or channels
+    places = math.prod(step or _ALL for step in level.stride) if level else _ALL
+    return own._replace(gradient="picked") if places >= _PICKED else own
 
 
 def _turned_gradient(gradients: dict[Node, Root | None]) -> str:

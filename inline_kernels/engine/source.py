@@ -46,11 +46,13 @@ EXPORT void transpose_picked(value_t* out, const value_t* source, int64_t N, int
 
 
 class Own(NamedTuple):
-    """What is not the library's on a CPU (kernels/cpu/strips.h). gradient: of the filters, the namespace that has it, or ""."""
+    """What is not the library's on a CPU (kernels/cpu/strips.h). gradient: of the filters, the namespace that has it, or ""; picks: may it be "picked",
+    where most gradients of results are zero?"""
 
     convolution: bool = False
     gradient: str = ""
     input_gradient: bool = False
+    picks: bool = False
 
 
 LIBRARYS = Own()
@@ -67,7 +69,7 @@ def compose(
     """The source: for each program its passes and the launcher of that name. turns: with what whole arrays need to be turned."""
     parts = [f"// {title}" if title else "", '#include "load/load.h"']
     parts += ['#include "load/turned.cuh"', "", TRANSPOSE] if turns else [""]
-    if any(own):
+    if own.convolution or own.gradient or own.input_gradient:
         parts[2:] = ['#include "cpu/strips.h"', ""]
     for launcher, program in programs.items():
         parts += _launcher(launcher, program, names[launcher], device, own)

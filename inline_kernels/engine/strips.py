@@ -2,7 +2,8 @@
 of a sample, of all channels.
 
 v is Winograd's where filters have 3×3 taps and enough terms a sum; the gradient of x likewise, as the convolution of v's with the filters
-turned round. That of the filters is Winograd's in 2-D; where few channels come in direct sums, which save no fewer multiplications.
+turned round. That of the filters is Winograd's in 2-D; where few channels come in direct sums, which save no fewer multiplications; where
+most gradients of v are zero, as behind a pool, sums over the places where they aren't.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def own(conv, x: Tensor, weight: Tensor) -> Own:
         gradient = "winograd" if convolution and len(taps) == 2 else ""
     inside = image.inside and all(2 * p < k for p, k in zip(image.padding, image.taps))
     turned = inside and wide and library.winograd_suits(C * math.prod(taps[:-2]), channels)
-    return Own(bool(convolution), gradient, bool(turned))
+    return Own(bool(convolution), gradient, bool(turned), picks=True)
 
 
 class Image:

@@ -6,6 +6,7 @@
 #include <memory>
 #include "cpu/direct_gradient.h"
 #include "cpu/load.h"
+#include "cpu/picked_gradient.h"
 #include "cpu/winograd_gradient.h"
 
 namespace load {
