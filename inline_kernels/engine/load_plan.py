@@ -178,7 +178,7 @@ def parts_of(plan: Plan, program: Program, number: int) -> int:
     if divided and (number in program.in_strips or number == program.differentiated):
         return divided.parts
     positions = plan.sizes.positions(each.level)
-    pack = 8 if plan.value_dtype.itemsize == 2 else 4  # planes.cuh's kPack
+    pack = 8 if plan.value_dtype.itemsize == 2 else 4  # points.cuh's kPack
     turned = plan.layout and number in program.turned
     sums = any(key.what != "value" for key in each.targets)
     if plan.last or turned and source.sums_alone(program, number):  # LastPlane's, or LastRows'
@@ -218,7 +218,7 @@ def needs_no_dz(plan: Plan) -> bool:
 
 
 def _lanes_across(packs: int) -> int:
-    """As planes.cuh has it. Nothing that is computed hangs on it here, only how many blocks share a plane."""
+    """As last.cuh has it. Nothing that is computed hangs on it here, only how many blocks share a plane."""
     most = min(32, 1 << (packs - 1).bit_length())
     few = [lanes for lanes in (most, most // 2, most // 4, most // 8) if lanes >= min(4, most)]
     return min(few, key=lambda lanes: -(-packs // lanes) * lanes)

@@ -48,7 +48,7 @@ __device__ __forceinline__ float store_units(const Tile& tile, uint4* units, flo
 
 #endif
 
-// On a multiprocessor; where a pass has much by channel, registers are full of that (as Last's in planes.cuh).
+// On a multiprocessor; where a pass has much by channel, registers are full of that (as Last's in last.cuh).
 template <class Pass, class = void> constexpr int kUnitsBlocks = 4;
 template <class Pass> constexpr int kUnitsBlocks<Pass, std::void_t<decltype(Pass::kHeld)>> = Pass::kHeld + 3 * Pass::kSums > 10 ? 3 : 4;
 
