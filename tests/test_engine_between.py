@@ -340,6 +340,50 @@ def test_what_has_no_error(layouts, monkeypatch):
         torch.testing.assert_close(parameter.grad, of_eager, rtol=1e-2, atol=1e-2)
 
 
+class Reduced(Chain):
+    """A factor of all channels, so that y is written by sample; what is convolved next is also added to that."""
+
+    def __init__(self):
+        super().__init__(channels=8)
+        self.one, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x) * torch.sigmoid(self.one(x)).mean(1, keepdim=True))
+        return F.silu(self.second(x) + x)
+
+
+def _float32_forward_alone(x, weight, of="forward", *given, **settings) -> bool:
+    return of != "forward" or weight.shape[1] > 3
+
+
+def test_what_passes_cannot_turn_keeps_its_digits(layouts, monkeypatch):
+    """Its convolution runs in float32, so that passes might turn it in planes; its gradients would be in TF32."""
+    monkeypatch.setattr(precision, "runs_tf32", _float32_forward_alone)
+    torch.manual_seed(0)
+    model, x = Reduced(), torch.randn(2, 3, 9, 10)
+    nn.init.zeros_(model.second.weight), nn.init.zeros_(model.second.bias)
+    torch.testing.assert_close(fuse(model)(x), model(x))
+
+
+@pytest.mark.parametrize("between_them", [nn.Softmax(1), nn.SiLU()], ids=["by sample", "by channel"])
+def test_gradients_of_v_are_rounded_for_tf32(between_them, layouts, monkeypatch):
+    """… as y is that the next convolution reads, by whatever pass they are written."""
+    monkeypatch.setattr(precision, "runs_tf32", _float32_forward_alone)
+    seen, backward = [], library.convolve_backward
+
+    def noted(how, dz, x, weight, needs, operands=None, turned=None):
+        if operands is not None:
+            seen.extend(t.detach().contiguous() for t in (dz, *operands(x, weight, turned)))
+        return backward(how, dz, x, weight, needs, operands, turned)
+
+    monkeypatch.setattr(library, "convolve_backward", noted)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), between_them, nn.Conv2d(8, 8, 3), nn.SiLU())
+    fuse(model)(torch.randn(2, 3, 9, 10)).sum().backward()
+    assert [t.shape[1] for t in seen].count(8) > 3
+    assert not any((t.view(torch.int32) & 0x1FFF).any() for t in seen)
+
+
 def test_gradients_in_float32_stay_so(layouts, monkeypatch):
     """Where eager has them in float32, the library has them in planes, of all digits; one of both is enough."""
     monkeypatch.setattr(precision, "runs_tf32", lambda x, weight, of, *given, **settings: of != "dx")

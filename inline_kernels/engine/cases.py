@@ -27,7 +27,7 @@ CTYPES = {
 
 class Case(NamedTuple):
     """What a plan is made for. saving: does backward follow? dtype: of y. exact_order: is nothing added in another order than eager's? last: are
-    v and y channels last, as eager's, or as between.py says? in_planes: is v none the less, as our own mainloop writes it?"""
+    v and y channels last, as eager's, or as between.py says (y alone where passes turn it)? in_planes: is v none the less, as our own mainloop writes it?"""
 
     segment: object
     arguments: Sequence

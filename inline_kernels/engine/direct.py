@@ -514,6 +514,11 @@ def _build(written: Written, case: Case) -> dict:
     }
 
 
+def mainloop_of(case: Case) -> mainloops.Mainloop:
+    """Which runs. Raises Unsupported."""
+    return _chosen(case).mainloop
+
+
 def requests(case: Case) -> list[dict]:
     return [_build(_chosen(case), case)]
 

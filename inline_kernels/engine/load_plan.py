@@ -13,11 +13,10 @@ from torch import Tensor
 
 from . import gradients, layouts, library, naming, source, strips
 from .cases import Case, Sizes, first_number, places
-from .graph import Space
 from .launching import Entry, Launch, new_of
 from .layouts import FOR_TF32, TURNED, UNITS
 from .passes import Array, Planes, Program
-from .programs import Composed, composed_of, kind_for
+from .programs import Composed, can_lie_last, composed_of, has_channels, kind_for
 
 _FEW_PARTS = 32  # reduce.cuh's kFewParts: more are merged by a launch of their own, which takes 3 µs
 _BLOCKS = 384  # that keep a GPU busy
@@ -81,7 +80,7 @@ class Plan:
     def given_lie(self) -> Sequence[tuple[int, torch.memory_format]]:
         """dy, and what forward saves, counted."""
         last = library.CHANNELS_LAST[2 + self.segment.graph.dimensions]
-        of_y = _has_channels(self.segment.outputs[0].space)
+        of_y = has_channels(self.segment.outputs[0].space)
         are_last = [
             bool(self.turns_y) or self.last and of_y,
             *[self.last and a.name == "v" for a in self.composed.saved],
@@ -105,28 +104,14 @@ class Plan:
 def is_last(case: Case, composed: Composed) -> bool:
     """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both?"""
     y = case.segment.outputs[0].space
-    if not (case.last if _has_channels(y) else case.convolves_last) or turns_y_alone(case, composed):
+    if not (case.last if has_channels(y) else case.convolves_last) or turns_y_alone(case, composed):
         return False
-    return all(map(_can_lie_last, _programs(composed)))
+    return all(map(can_lie_last, composed.programs))
 
 
 def turns_y_alone(case: Case, composed: Composed) -> bool:
     """Is it y alone, and its gradient?"""
-    return case.turns_y and all(each.turned and _can_lie_last(each) for each in _programs(composed))
-
-
-def _programs(composed: Composed) -> list[Program]:
-    return [program for program in (composed.forward, composed.backward) if program]
-
-
-def _can_lie_last(program: Program) -> bool:
-    """Does all that has positions and channels come for each sample?"""
-    return not any(_has_channels(leaf.space) and not leaf.space.n for leaf in program.leaves())
-
-
-def _has_channels(space: Space) -> bool:
-    """At positions."""
-    return bool(space.level) and space.c
+    return case.turns_y and composed.forward.turns == "y"
 
 
 # -------------------------------------------------------------------------------------------------------- gradients of our own
@@ -321,4 +306,4 @@ def _lies_last(plan: Plan, program: Program, array: Array, comes_in: bool) -> bo
     if array.name in ("v", "dz"):
         return plan.last
     known = comes_in or array.name in ("y", "dy") or array.name.startswith("d_")
-    return known and plan.last and _has_channels(array.space)
+    return known and plan.last and has_channels(array.space)

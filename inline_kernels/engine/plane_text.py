@@ -71,12 +71,14 @@ class PlaneText(PassText):
                 if each.by_sample and array.space.c:
                     if last is None:
                         last = Scope("channels", "e", each.level, "e.n", "e.c", [], point)
-                    last.lines.append(f"e.write({to}, {self._broadcast(node, last)});")
+                    turned = array.name == self.program.turns == "dz"  # where all lies channels last
+                    last.lines.append(
+                        f"e.{self._writing(array, turned)}({to}, {self._broadcast(node, last)});"
+                    )
                 else:
-                    turns = array.name == self.program.turns
-                    self.turns |= turns
-                    write = "write_turned" if turns else "write"
-                    write = "write_operand" if array.name == self.program.operand else write
+                    turned = array.name == self.program.turns
+                    self.turns |= turned
+                    write = self._writing(array, turned)
                     point.lines.append(f"at.{write}({to}, {self._broadcast(node, point)});")
                 continue
             name, term = total_of(key), self._broadcast(node, point) if key not in finer else ""
@@ -123,6 +125,12 @@ class PlaneText(PassText):
                 f"int kHeld = {held}, kSums = {len(totals)}, kInstructions = {instructions(point.known)}"
             )
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends], constants)
+
+    def _writing(self, array: Array, turned: bool) -> str:
+        """How it is written: what a convolution reads next may be rounded."""
+        if array.name == self.program.operand:
+            return "write_operand"
+        return "write_turned" if turned else "write"
 
     def _summing(self, key: Key, array: Array) -> str:
         """What a plane is summed up by."""

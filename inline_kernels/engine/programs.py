@@ -17,7 +17,8 @@ from .cases import Case
 from .graph import ELEMENTS, Facts, Node, Space, down_to, order
 from .passes import Array, Program, Root, kind_of, of_positions
 
-_PICKED, _ALL = 4, 1 << 20  # places that one is picked of, at least; of whatever size
+_PICKED = 4  # places of which one is picked, at least
+_ALL = 1 << 20  # places of an axis of any size, at least
 _MOST_MASKS = 3  # of a byte an element; more are not worth it, beside v of four
 lock = threading.Lock()  # one at a time for a graph, whoever rewrites it
 
@@ -35,6 +36,10 @@ class Composed(NamedTuple):
     gradients: dict[Node, Root | None]
     own: source.Own
 
+    @property
+    def programs(self) -> list[Program]:
+        return [program for program in (self.forward, self.backward) if program]
+
 
 class Kind(NamedTuple):
     """What a text hangs on beside its segment."""
@@ -45,7 +50,7 @@ class Kind(NamedTuple):
     exact_order: bool
     own: source.Own
     operand: bool = False  # is y the next convolution's?
-    turns_y: bool = False  # as Case has it
+    turns_y: bool = False  # may passes turn y, as Case has it? If they all can, forward's `turns` is "y", and backward's "dy"
 
 
 def kind_for(case: Case) -> Kind:
@@ -61,7 +66,19 @@ def composed_of(segment, kind: Kind) -> Composed:
         known = vars(segment.graph).setdefault("composed", {})
         if kind not in known:
             known[kind] = _compose(segment, kind)
+            if kind.turns_y and not all(each.turned and can_lie_last(each) for each in known[kind].programs):
+                known[kind] = _compose(segment, kind._replace(turns_y=False))
         return known[kind]
+
+
+def has_channels(space: Space) -> bool:
+    """At positions."""
+    return bool(space.level) and space.c
+
+
+def can_lie_last(program: Program) -> bool:
+    """Does all that has positions and channels come for each sample?"""
+    return not any(has_channels(leaf.space) and not leaf.space.n for leaf in program.leaves())
 
 
 def _compose(segment, kind: Kind) -> Composed:
@@ -117,11 +134,13 @@ def _compose(segment, kind: Kind) -> Composed:
 
 
 def _picking(own: source.Own, root: Root | None) -> source.Own:
-    """The filters' gradient is picked where v's is zero but at one of some places. Winograd's takes as long: what both make of v's gradient does."""
-    if not own.picks or own.gradient == "winograd" or not root or root.node.op != "put":
+    """The filters' gradient is picked where v's is zero but at one of some places. Winograd's takes no longer, since most time goes to v's gradient."""
+    if not own.may_pick or own.gradient == "winograd" or not root or root.node.op != "put":
         return own
-    level = root.node.graph.levels.get(root.node.args[1].attr[0])  # None: of all positions, or channels
-    places = math.prod(step or _ALL for step in level.stride) if level else _ALL
+    axis = root.node.args[1].attr[0]
+    level = root.node.graph.levels.get(axis)
+    of_level = math.prod(step or _ALL for step in level.stride) if level else _ALL
+    places = own.may_pick if axis == "c" else of_level
     return own._replace(gradient="picked") if places >= _PICKED else own
 
 

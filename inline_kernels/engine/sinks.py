@@ -489,6 +489,11 @@ def build(mainloop, found: Composed, case: Case) -> dict:
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
 
 
+def mainloop_of(case: Case) -> mainloops.Mainloop:
+    """Which runs. Raises Unsupported."""
+    return _chosen(case)[0]
+
+
 def requests(case: Case) -> list[dict]:
     own = build(*_chosen(case), case)
     return [own, *schedule.requests(_in_planes(case))] if case.saving else [own]

@@ -7,7 +7,7 @@ backward follows, sinks.py has what the first pass over v makes, sums mostly, ta
 
 from __future__ import annotations
 
-from . import direct, load_plan, programs, schedule, sinks
+from . import direct, load_plan, mainloops, programs, schedule, sinks
 from .between import KEPT
 from .cases import Case
 from .graph import ELEMENTS, Graph
@@ -17,7 +17,7 @@ from .segment import Segment
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
 
 BY_SIZES = True
-_BY = direct, sinks  # whose narrow mainloops, faster than stream, take any number of channels out
+_BY = direct, sinks  # sinks takes any number of channels out
 
 
 def _composed(case: Case) -> programs.Composed:
@@ -30,7 +30,7 @@ def _writes_last(case: Case) -> bool:
 
 
 def _behind(case: Case) -> Case:
-    """For what follows the convolution, which writes v in planes, unless y stays channels last."""
+    """For what follows the convolution, which writes v in planes, unless it lies channels last as y does."""
     return case if case.stays_last else case._replace(last=False, in_planes=True)
 
 
@@ -55,7 +55,7 @@ def alone(case: Case) -> Case:
 
 
 def convolving(case: Case):
-    """The schedule that convolves. Raises Unsupported."""
+    """The schedule that convolves, whose mainloop comes first of those that can. Raises Unsupported."""
     last = _writes_last(case)
     if last and not load_plan.is_last(case, _composed(case)):
         raise Unsupported("v would lie channels last, and passes read planes")
@@ -70,7 +70,8 @@ def convolving(case: Case):
             refused.append(str(error))
     if not able:
         raise Unsupported("; ".join(dict.fromkeys(refused)))
-    return next((by for by in able if by.describe(alone(case)).startswith("narrow")), able[0])
+    first = [each.name for each in mainloops.MAINLOOPS].index
+    return min(able, key=lambda by: first(by.mainloop_of(alone(case)).name)) if len(able) > 1 else able[0]
 
 
 def first_beside(case: Case) -> tuple | None:

@@ -22,7 +22,10 @@ from .source import Own
 
 _TILES = 64  # of 2×2 results, that are computed together (winograd.h's kChunk)
 _VALUE_BYTES = 256 << 10  # of a strip's results: a quarter of a usual cache of a core
-_SHARES = 32  # of the gradient's direct sums: so many threads can make them
+_SHARES = 32  # of the gradient's sums but Winograd's: so many threads can make them
+_PICKED_BYTES = (
+    1 << 20
+)  # of a share's picked sums, in double, at most: more take longer to add up than the library takes
 
 
 def own(conv, x: Tensor, weight: Tensor) -> Own:
@@ -40,7 +43,8 @@ def own(conv, x: Tensor, weight: Tensor) -> Own:
         gradient = "winograd" if convolution and len(taps) == 2 else ""
     inside = image.inside and all(2 * p < k for p, k in zip(image.padding, image.taps))
     turned = inside and wide and library.winograd_suits(C * math.prod(taps[:-2]), channels)
-    return Own(bool(convolution), gradient, bool(turned), picks=True)
+    may_pick = min(C, 4) if 8 * math.prod(weight.shape) <= _PICKED_BYTES else 0
+    return Own(bool(convolution), gradient, bool(turned), may_pick)
 
 
 class Image:

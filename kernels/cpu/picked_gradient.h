@@ -63,13 +63,18 @@ class FilterSums {
   }
 
   void merge(value_t* dweight) {
-    for (int64_t i = share(); i < shares_ * share(); i++) partial_[i % share()] += partial_[i];
     const int64_t C = sizes_.C, rows = sizes_.depth * kRows;
-    for (int64_t k = 0; k < sizes_.K; k++)
-      for (int64_t c = 0; c < C; c++)
-        for (int64_t row = 0; row < rows; row++)
-          for (int64_t l = 0; l < 3; l++)
-            dweight[((k * C + c) * rows + row) * 3 + l] = finite_ ? value_t(partial_[(k * rows + row) * row_ + l * C + c]) : NAN;
+    host::parallel_for(sizes_.K, kLanes, [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin; k < end; k++) {
+        double* const sums = partial_.data() + k * rows * row_;
+        for (int64_t other = 1; other < shares_; other++)
+          for (int64_t i = 0; i < rows * row_; i++) sums[i] += sums[other * share() + i];
+        for (int64_t c = 0; c < C; c++)
+          for (int64_t row = 0; row < rows; row++)
+            for (int64_t l = 0; l < 3; l++)
+              dweight[((k * C + c) * rows + row) * 3 + l] = finite_ ? value_t(sums[row * row_ + l * C + c]) : NAN;
+      }
+    });
   }
 
   class Thread {
@@ -121,8 +126,8 @@ class FilterSums {
       }
       found.count = at;
     }
-    // Of `count` channels from k on, one row of taps after the other, so that the pixels that these meet stay in a core's first cache. Of few
-    // channels in, a plane's rows are summed together.
+    // Of `count` channels from k on, one row of taps after the other, so that the pixels that these meet are near. Of few channels in, a plane's
+    // rows are summed together.
     void add_places(int64_t k, int64_t count) {
       const Sizes& sizes = of_.sizes_;
       const int64_t rows = sizes.depth * kRows, down = sizes.W * sizes.C, vectors = of_.row_ / kLanes;

@@ -159,7 +159,7 @@ template <int K, bool across = false> struct Point {
     if constexpr (ROUNDS_Y) write_nearest(to, x);
     else write(to, x);
   }
-  // An array that lies as all others here: v's gradient, or y and its gradient. ROUNDS_DZ is defined for v's alone: what has no convolution has none.
+  // An array that lies as all others here: v's gradient, or, in planes, y and its gradient. ROUNDS_DZ is defined where all lies channels last, for v's alone.
   template <class E> __device__ __forceinline__ auto turned(const E* from) const { return read(from); }
   template <class E, class X> __device__ __forceinline__ void write_turned(E* to, const X& x) const {
     if constexpr (ROUNDS_DZ) write_nearest(to, x);

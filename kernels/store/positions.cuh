@@ -88,7 +88,7 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
       const int count = min(channels - patch.channel, patch.channels);
 #pragma unroll
       for (int half = 0; half < 16; half += 8) {
-        Word words[8];  // all are read before the first is stored, which a read doesn't pass
+        Word words[8];  // all are read before the first is stored: the compiler keeps a read behind an earlier store
 #pragma unroll
         for (int c = 0; c < 8; c++) words[c] = staging[(half + c) * kPitch + lane];
         if (!any) continue;
