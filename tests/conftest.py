@@ -26,9 +26,10 @@ from torch.utils.cpp_extension import CUDA_HOME
 import inline_loader
 from inline_kernels.bench import honesty, timing
 from inline_kernels.engine import choice
+from inline_kernels.engine import library as engine_library
 from inline_kernels.loader import library, units
 from inline_kernels.loader import toolchain as loader_toolchain
-from loading import ROOT, wait_until
+from loading import ROOT, making_poisoned, wait_until
 
 _compiled = tempfile.TemporaryDirectory(prefix="torchinductor-", ignore_cleanup_errors=True)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
@@ -83,8 +84,9 @@ def seed():
 
 
 @pytest.fixture
-def poisoned():
-    """What torch.empty returns is NaN, or the largest integer: what nobody writes is seen."""
+def poisoned(monkeypatch):
+    """What torch.empty returns is NaN, or the largest integer, and so is what kernels are given to write to: what nobody writes is seen."""
+    monkeypatch.setattr(engine_library, "making", making_poisoned)
     before = torch.are_deterministic_algorithms_enabled()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic")

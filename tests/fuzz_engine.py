@@ -353,6 +353,10 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)  # what torch.empty returns is NaN
+    from inline_kernels.engine import library
+    from loading import making_poisoned
+
+    library.making = making_poisoned
     warnings.simplefilter("ignore")
     bad = 0
     for seed in range(options.first, options.first + options.count):

@@ -1,7 +1,8 @@
-"""What the tests of the loader share: a kernel that is new each time, processes that load it, file systems with faults."""
+"""What the tests of the loader share: a kernel that is new each time, processes that load it, file systems with faults; and new memory that is poisoned."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -40,6 +41,12 @@ def run(kernels, a: float = 2.0) -> list[float]:
     y = torch.empty_like(x)
     (kernels.scale if hasattr(kernels, "scale") else kernels)(y, x, a, 2)
     return y.tolist()
+
+
+def making_poisoned(like: torch.Tensor):
+    """As inline_kernels.engine.library.making, but by what fills new memory in deterministic mode."""
+    kind = {"dtype": like.dtype, "device": like.device}
+    return functools.partial(torch.empty_strided, (*like.shape,), like.stride(), **kind)
 
 
 def wait_until(condition) -> None:
