@@ -513,12 +513,22 @@ def test_backward_that_is_watched(monkeypatch):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    make, shape = CASES["before"]
-    fast, alone = two(make, monkeypatch)
-    x = torch.randn(shape)
+    fast, alone = two(Skips, monkeypatch)
+    x, seen = torch.randn(2, 3, 9, 10), []
+    fast(x)
+    for step in [step for each in chains(fast) for run in each.situations for step in run.run.args[0].steps]:
+        operator, count = step.shared.operator, len(step.shared.names.updated)
+
+        def noted(dy, a, *rest, registered=operator.backward_registered, count=count):
+            tensors = [t for t in a if isinstance(t, torch.Tensor)]
+            seen.extend(t.dim() for t in tensors[len(tensors) - count :])
+            return registered(dy, a, *rest)
+
+        monkeypatch.setattr(operator, "backward_registered", noted)
     for model in (fast, alone):
-        y = model(x)
+        found = model(x)
         with Watching():
-            y.sum().backward()
-        model(x).sum().backward()
+            sum(y.sum() for y in found).backward()
+        sum(y.sum() for y in model(x)).backward()
+    assert seen and {*seen} == {1}  # what stands for statistics has their shapes
     assert_alike(*[[p.grad for p in model.parameters()] for model in (fast, alone)])

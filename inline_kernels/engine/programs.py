@@ -17,7 +17,6 @@ from .cases import Case
 from .graph import ELEMENTS, Facts, Node, Space, down_to, order
 from .passes import Array, Program, Root, kind_of, of_positions
 
-_PICKED = 4  # places of which one is picked, at least
 _ALL = 1 << 20  # places of an axis of any size, at least
 _MOST_MASKS = 3  # of a byte an element; more are not worth it, beside v of four
 lock = threading.Lock()  # one at a time for a graph, whoever rewrites it
@@ -141,7 +140,7 @@ def _picking(own: source.Own, root: Root | None) -> source.Own:
     level = root.node.graph.levels.get(axis)
     of_level = math.prod(step or _ALL for step in level.stride) if level else _ALL
     places = own.may_pick if axis == "c" else of_level
-    return own._replace(gradient="picked") if places >= _PICKED else own
+    return own._replace(gradient="picked") if places >= strips.PICKED else own
 
 
 def _turned_gradient(gradients: dict[Node, Root | None]) -> str:

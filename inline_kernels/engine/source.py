@@ -47,7 +47,7 @@ EXPORT void transpose_picked(value_t* out, const value_t* source, int64_t N, int
 
 class Own(NamedTuple):
     """What is not the library's on a CPU (kernels/cpu/strips.h). gradient: of the filters, the namespace that has it, or ""; may_pick: it is "picked"
-    where results' gradients are zero but at one of some places: of channels out so many, at most 4; 0: its sums would take too much."""
+    where results' gradients are zero but at one of some places: of channels out so many, at most strips.PICKED; 0: its sums would take too much."""
 
     convolution: bool = False
     gradient: str = ""

@@ -23,9 +23,8 @@ from .source import Own
 _TILES = 64  # of 2×2 results, that are computed together (winograd.h's kChunk)
 _VALUE_BYTES = 256 << 10  # of a strip's results: a quarter of a usual cache of a core
 _SHARES = 32  # of the gradient's sums but Winograd's: so many threads can make them
-_PICKED_BYTES = (
-    1 << 20
-)  # of a share's picked sums, in double, at most: more take longer to add up than the library takes
+PICKED = 4  # places of which the gradient isn't zero at one, at least, where its sums are picked
+_PICKED_BYTES = 1 << 20  # of a share's picked sums: more take longer than the library's
 
 
 def own(conv, x: Tensor, weight: Tensor) -> Own:
@@ -43,7 +42,7 @@ def own(conv, x: Tensor, weight: Tensor) -> Own:
         gradient = "winograd" if convolution and len(taps) == 2 else ""
     inside = image.inside and all(2 * p < k for p, k in zip(image.padding, image.taps))
     turned = inside and wide and library.winograd_suits(C * math.prod(taps[:-2]), channels)
-    may_pick = min(C, 4) if 8 * math.prod(weight.shape) <= _PICKED_BYTES else 0
+    may_pick = min(C, PICKED) if 8 * math.prod(weight.shape) <= _PICKED_BYTES else 0
     return Own(bool(convolution), gradient, bool(turned), may_pick)
 
 
