@@ -15,7 +15,7 @@ from torch import nn
 import inline_loader
 from fuzz_engine import check_fused
 from inline_kernels import fuse
-from inline_kernels.engine import cases, source, strips
+from inline_kernels.engine import cases, library, source, strips
 from inline_kernels.engine.segment import Conv
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -208,6 +208,24 @@ def test_the_same_bits_whatever_else_is_asked_for(name):
         assert all(map(torch.equal, results(new, x, g), every))
     (dw,) = torch.autograd.grad(new(x), [new.conv.weight], g)
     assert torch.equal(dw, every[2])
+
+
+@pytest.mark.parametrize("needs_dx", [False, True])
+@pytest.mark.parametrize("name", ["zeros around, batch norm", "windows in depth, picked"])
+def test_frozen_filters_and_an_x_that_lies_otherwise(name, needs_dx):
+    """… whose values no sum reads then: what the library gives of x rounds otherwise, all other gradients are the same to the bit."""
+    _, new, x, g = fused(name)
+    last = library.CHANNELS_LAST[x.dim()]
+    every = results(new, x, g)[1:]
+    new.zero_grad()
+    new.conv.weight.requires_grad_(False)
+    image = x.to(memory_format=last, copy=True).requires_grad_(needs_dx)
+    new(image).backward(g)
+    wanted = [t for t in (image, *new.parameters()) if t.requires_grad]
+    dx, _, *others = every
+    if needs_dx:
+        torch.testing.assert_close(wanted.pop(0).grad, dx, rtol=1e-4, atol=1e-5)
+    assert wanted and all(torch.equal(t.grad, expected) for t, expected in zip(wanted, others, strict=True))
 
 
 @pytest.fixture(params=[1, 0], ids=["in registers", "in memory"])
