@@ -1,10 +1,11 @@
 """Random programs: a convolution of random settings and sizes, and two to eight operations of the table behind it.
 
-    python tests/fuzz_engine.py [--first 0] [--count 500] [--fused] [--strips] [--device cpu]
+    python tests/fuzz_engine.py [--first 0] [--count 500] [--fused] [--strips] [--as-used] [--device cpu]
 
 Without --fused the captured graph and its adjoints, by torch in float64, are held against autograd. With it `fuse(model)` in float32 is
 held against eager: for the result and each gradient at most twice eager's error, both against float64. Prints what differs, by seed; a
-program is its seed's alone. --strips: the convolutions are those that a CPU's own kernels compute in strips, fused.
+program is its seed's alone. --strips: the convolutions are those that a CPU's own kernels compute in strips, fused. --as-used: fused, where x and
+the gradient that comes in lie in memory in some way, and some parameters, or x, need no gradient.
 """
 
 from __future__ import annotations
@@ -270,15 +271,58 @@ def random_program(seed: int, strips: bool = False) -> tuple[RandomTail, torch.T
     return _Builder(seed, strips).model()
 
 
-def gradients(run: Callable, model: nn.Module, x: torch.Tensor, seed: int = 1) -> dict[str, torch.Tensor]:
+def _last(t: torch.Tensor) -> torch.Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return t.contiguous(memory_format=formats.get(t.dim(), torch.contiguous_format))
+
+
+def _slice(t: torch.Tensor) -> torch.Tensor:
+    """… of a larger one, at an address that is a multiple of an element's size alone."""
+    return F.pad(t, (1, 2)).narrow(-1, 1, t.shape[-1]) if t.dim() else t
+
+
+def _across(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2) if t.dim() > 1 else t
+
+
+def _alike(t: torch.Tensor) -> torch.Tensor:
+    """The same for every sample, as a sum's gradient is."""
+    return t[:1].expand(t.shape) if t.dim() else t
+
+
+class Use(NamedTuple):
+    """How x and dy lie, and what needs no gradient: parameters' names, "x"."""
+
+    x: Callable = torch.clone
+    dy: Callable = torch.clone
+    frozen: frozenset[str] = frozenset()
+
+
+def random_use(seed: int, model: nn.Module) -> Use:
+    """Something needs a gradient."""
+    r = random.Random(seed)
+    names = ["x", *dict(model.named_parameters())]
+    frozen = r.choice([[], ["x"], r.sample(names, r.randint(1, len(names) - 1)), ["conv.weight"]])
+    return Use(
+        r.choice([torch.clone, _last, _last, _slice, _across]),
+        r.choice([torch.clone, _last, _slice, _across, _alike]),
+        frozenset(frozen),
+    )
+
+
+def gradients(
+    run: Callable, model: nn.Module, x: torch.Tensor, seed: int = 1, use: Use = Use()
+) -> dict[str, torch.Tensor]:
     """The result, and the gradients of x and of each parameter that has one, for a dy of the seed."""
-    x = x.clone().requires_grad_()
+    x = use.x(x.detach()).requires_grad_("x" not in use.frozen)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in use.frozen)
     model.zero_grad()
     y = run(x)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    y.backward(dy.to(y))
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"y": y.detach(), "x": x.grad, **found}
+    y.backward(use.dy(dy.to(y)))
+    leaves = {"x": x, **dict(model.named_parameters())}
+    return {"y": y.detach(), **{name: t.grad for name, t in leaves.items() if t.grad is not None}}
 
 
 def check_graph(seed: int) -> tuple[str, object]:
@@ -307,20 +351,22 @@ def check_graph(seed: int) -> tuple[str, object]:
 DRAWS = 16
 
 
-def check_fused(seed: int, device: str, strips: bool = False) -> str:
+def check_fused(seed: int, device: str, strips: bool = False, as_used: bool = False) -> str:
     """What is less exact than twice eager ("" if nothing): in one draw and, where rounding was lucky for eager, in the mean of some, of other x
     and dy: where a norm's planes are constant its gradients hang on dy alone."""
     from inline_kernels import fuse
 
     model, x = random_program(seed, strips)
-    model, x = model.to(device), x.to(device)
+    model, x, use = model.to(device), x.to(device), random_use(seed, model) if as_used else Use()
     doubled, twin, fused = copy.deepcopy(model).double(), copy.deepcopy(model), fuse(model)
 
     def errors(x: torch.Tensor, of_dy: int = 1) -> dict[str, tuple[float, ...]]:
         """By name: ours, eager's, what is allowed anyway, the value's norm."""
         exact, eager, own = (
-            gradients(run, run, own_x, of_dy) for run, own_x in ((doubled, x.double()), (twin, x), (fused, x))
+            gradients(run, run, own_x, of_dy, use)
+            for run, own_x in ((doubled, x.double()), (twin, x), (fused, x))
         )
+        assert eager.keys() == own.keys() and eager["y"].stride() == own["y"].stride()
         found = {}
         for name, value in exact.items():
             ours, theirs = ((each[name].double() - value).norm().item() for each in (own, eager))
@@ -350,6 +396,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--fused", action="store_true")
     parser.add_argument("--strips", action="store_true")
+    parser.add_argument("--as-used", action="store_true")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)  # what torch.empty returns is NaN
@@ -361,8 +408,8 @@ def main() -> int:
     bad = 0
     for seed in range(options.first, options.first + options.count):
         try:
-            if options.fused or options.strips:
-                wrong = check_fused(seed, options.device, options.strips)
+            if options.fused or options.strips or options.as_used:
+                wrong = check_fused(seed, options.device, options.strips, options.as_used)
             else:
                 wrong, _ = check_graph(seed)
         except Exception as error:  # reported, as a difference is

@@ -196,8 +196,8 @@ def test_results_larger_than_caches():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_programs(seed):
-    """More of them: tests/fuzz_engine.py --strips."""
-    assert check_fused(seed, "cpu", strips=True) == ""
+    """More of them: tests/fuzz_engine.py --strips, with --as-used and without."""
+    assert check_fused(seed, "cpu", strips=True, as_used=seed > 1) == ""
 
 
 @pytest.mark.parametrize("name", ["pointwise", "long rows, few channels in", "channels"])
