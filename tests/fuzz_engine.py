@@ -298,6 +298,9 @@ class Use(NamedTuple):
     frozen: frozenset[str] = frozenset()
 
 
+AS_IT_IS = Use()
+
+
 def random_use(seed: int, model: nn.Module) -> Use:
     """Something needs a gradient."""
     r = random.Random(seed)
@@ -311,7 +314,7 @@ def random_use(seed: int, model: nn.Module) -> Use:
 
 
 def gradients(
-    run: Callable, model: nn.Module, x: torch.Tensor, seed: int = 1, use: Use = Use()
+    run: Callable, model: nn.Module, x: torch.Tensor, seed: int = 1, use: Use = AS_IT_IS
 ) -> dict[str, torch.Tensor]:
     """The result, and the gradients of x and of each parameter that has one, for a dy of the seed."""
     x = use.x(x.detach()).requires_grad_("x" not in use.frozen)
@@ -357,7 +360,7 @@ def check_fused(seed: int, device: str, strips: bool = False, as_used: bool = Fa
     from inline_kernels import fuse
 
     model, x = random_program(seed, strips)
-    model, x, use = model.to(device), x.to(device), random_use(seed, model) if as_used else Use()
+    model, x, use = model.to(device), x.to(device), random_use(seed, model) if as_used else AS_IT_IS
     doubled, twin, fused = copy.deepcopy(model).double(), copy.deepcopy(model), fuse(model)
 
     def errors(x: torch.Tensor, of_dy: int = 1) -> dict[str, tuple[float, ...]]:
