@@ -39,7 +39,7 @@ class Scope:
     lines: list[str | list]  # a list: the lines of a loop, one step in
     parent: Scope | None = None
     known: dict[Node, str] = field(default_factory=dict)
-    axis: str = ""  # of small values: what a loop of lanes runs along
+    axis: str = ""  # what a loop runs along: lanes along small values' axis, a window's walk along its level
 
     def and_outer(self) -> Iterable[Scope]:
         scope = self
@@ -269,10 +269,17 @@ class PassText:
             picked, values = self._is_picked(node.args[1], scope), self.value(node.args[0], scope)
             return f"math::select({picked}, {values}, {real}(0))"
         level = node.args[1].attr[0] if node.op == "put" else node.attr
+        if scope.kind == "point" and scope.axis == level and self.graph.levels[level].is_apart:
+            value = self.value(node.args[0], scope.parent)  # of the window that is walked
+            return self._put(node, value, scope.parent, scope.at) if node.op == "put" else value
         inner = Scope("point", "w", level, scope.n, scope.c, [], scope)
         inner.kind, self.spreads = "looked up", True
         value = self.value(node.args[0], inner)
         if node.op == "put":
-            value = f"math::select({self.value(node.args[1], inner)} == w.place, {value}, real(0))"
+            value = self._put(node, value, inner, "w")
         body = in_one_line([*inner.lines, f"return w.zero() + {value};"])
         return f"{scope.at}.spread({self.pool(level)}, {self.extent(level)}, [&](const auto& w) {{ {body} }})"
+
+    def _put(self, node: Node, value: str, window: Scope, at: str) -> str:
+        """`value` where the point `at` has the place that was picked in the window."""
+        return f"math::select({self.value(node.args[1], window)} == {at}.place, {value}, real(0))"

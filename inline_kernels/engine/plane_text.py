@@ -17,7 +17,7 @@ from .passes import Array, Key, Planes, Program, Unsupported, is_static, over_ch
 from .scalars import instructions
 
 MUCH = 5  # instructions: an exponential's; to store a value and to load it again takes less
-_EXTREME = re.compile(r"auto (best\d+) = \w+\.(?:largest|smallest)\(\);$")
+_EXTREME = re.compile(r"auto (?:own_)?(best\d+) = \w+\.(?:largest|smallest)(?:_row)?\(\);$")
 
 
 def _without_places(lines: Sequence[str]) -> list[str]:
@@ -35,6 +35,7 @@ class PlaneText(PassText):
         self.finer: list[Key] = []  # sums over the level below, that its windows' walk has yet to make
         self.picks_channel = False  # single positions at a channel of their own each?
         self.chooses = False  # … whose channels have positions of their own each?
+        self.rows = ""  # the level whose windows are whole rows, if a CPU takes its points one by one, and vectors along their rows
         self.loops: list[Scope] = []  # over channels at a point of the pass
         self.held: list[Node] = []  # of what these compute, what later ones read again
         self.known_with_v: list[Node] = []  # what is computed of an element where v is read last
@@ -54,6 +55,8 @@ class PlaneText(PassText):
         self.made = {key for key in self.targets if key.what == "value"}
         terms = {key: key.source for key in self.targets}
         finer = self.finer = list(each.finer)
+        if self.program.on_cpu and self._is_of_rows(each, terms.values()):
+            self.rows = each.level
         self._prepare([node for key, node in terms.items() if key not in finer], point)
         self.lazy = self._lazy(terms.values()) if self.program.on_cpu else set()
         totals, ends, last = [], [], None
@@ -114,7 +117,8 @@ class PlaneText(PassText):
         self.before_v = {name for name in own if -1 < text.find(f"({name}, ") < text.rfind(".v()")}
         constants = []
         if self.scalar:
-            constants.append("bool kScalar = true" + ", kWindows = true" * (not self.picks_channel))
+            windows = ", kRows = true" if self.rows else ", kWindows = true"
+            constants.append("bool kScalar = true" + windows * (not self.picks_channel))
         elif self.spreads:
             constants.append("bool kWindows = true")
         if not (each.by_sample or self.program.on_cpu):
@@ -137,6 +141,14 @@ class PlaneText(PassText):
         if key.what == "largest":
             return array.kind if self.program.has_place(key.node) else "largest_value"
         return "moments" if key.what == "moments" else "sum"
+
+    def _is_of_rows(self, each: Planes, terms: Iterable[Node]) -> bool:
+        """Are a point's windows whole rows, and its channels its own alone?"""
+        level = self.graph.levels.get(each.level)
+        if not level or level.window[-1] is not None or each.by_sample:
+            return False
+        known = walk(terms, lambda node: () if self._array(node) else node.args)
+        return not any(map(over_channels, known))
 
     def _leave(self, each: Planes, last: Scope | None) -> None:
         """Sets `known_with_v`, if an element's v is read last where each element comes once; and leaves there what passes behind find."""
@@ -254,15 +266,18 @@ class PlaneText(PassText):
             head = f"{scope.at}.channels({self.number('C')}, [&](const auto& e) {{"
         else:
             parent = self.graph.levels[axis].parent
-            inner = Scope("point", "e", parent, scope.n, scope.c, [], scope)
+            inner = Scope("point", "e", parent, scope.n, scope.c, [], scope, axis=axis)
             head = f"{scope.at}.window({self.pool(axis)}, {self.extent(parent)}, [&](const auto& e) {{"
             self.scalar = True
             self._prepare([node.args[0] for node in nodes], inner)
             self._add_finer(inner)
         declared, ends = [], []
-        inside = "e.inside" if axis != "c" and any(self.graph.levels[axis].padding) else ""
-        shared = axis == "c" and not self.program.on_cpu  # may lanes have some of the channels each?
-        own, of = ("own_", "_channel") if shared else ("", "")
+        # May lanes have some of the channels each, or some of a row?
+        shared = "channel" if axis == "c" and not self.program.on_cpu else ""
+        shared = "row" if axis == self.rows and scope is self.point else shared
+        own, of, begin = ("own_", f"_{shared}", f"{shared}_") if shared else ("", "", "")
+        padded = axis != "c" and any(self.graph.levels[axis].padding)
+        inside = "e.inside" if padded or shared == "row" else ""
         for node in nodes:
             name = local(node)
             term = self._broadcast(node.args[0], inner)
@@ -270,7 +285,7 @@ class PlaneText(PassText):
                 best = f"best{node.id}"
                 word = "largest" if node.attr[1] > 0 else "smallest"
                 declared.append(f"auto {own}{best} = {scope.at}.{word}{of}();")
-                ends += [f"const auto {best} = {scope.at}.all({own}{best});"] * shared
+                ends += [f"const auto {best} = {scope.at}.all({own}{best});"] * bool(shared)
                 last = axis != "c" and None not in self.graph.levels[axis].window
                 place = "e.c" if axis == "c" else "e.place"
                 of_place = ", ".join([term, place, *[inside] * bool(inside)])
@@ -285,9 +300,9 @@ class PlaneText(PassText):
                     scope.known[each] = name
                 scope.known[node] = f"best{node.id}.index"
                 continue
-            declared.append(f"auto {own}{name} = {scope.at}.{'channel_' * shared}zero();")
+            declared.append(f"auto {own}{name} = {scope.at}.{begin}zero();")
             total = f"{scope.at}.all({own}{name})" if shared else name
-            declares = "const auto " * shared
+            declares = "const auto " * bool(shared)
             if node.op == "variance":
                 mean = self.value(node.args[1], inner)
                 square = f"math::square({self._operand(node.args[0], inner)} - {mean})"
@@ -296,7 +311,7 @@ class PlaneText(PassText):
             else:
                 term = f"math::select({inside}, {term}, real(0))" if inside else term
                 inner.lines.append(f"{own}{name} += {term};")
-                ends += [f"{declares}{name} = {total};"] * shared
+                ends += [f"{declares}{name} = {total};"] * bool(shared)
             scope.known[node] = name
         scope.lines += [*declared, head, inner.lines, "});", *ends]
 

@@ -36,6 +36,17 @@ inline Integers count_up() {
   return lanes;
 }
 
+// x / by, of x from 0 on: processors divide no vectors of integers.
+inline Integers divided(const Integers& x, int by) {
+  return __builtin_convertvector((__builtin_convertvector(x, Doubles) + 0.5) * (1.0 / by), Integers);
+}
+template <int by> inline Integers divided(const Integers& x) {
+  if constexpr ((by & (by - 1)) == 0)
+    return x / by;
+  else
+    return divided(x, by);
+}
+
 inline bool any_of(const Integers& mask) {
   uint64_t words[sizeof mask / sizeof(uint64_t)], any = 0;
   memcpy(words, &mask, sizeof mask);
@@ -175,28 +186,19 @@ template <class V> inline V shuffled(const V& a, const V& b, const Integers& whi
 #endif
 }
 
-// from[k + stride·j] for j in 0 to kLanes - 1; k < stride. Behind from[stride·count] there may be nothing.
-template <int stride, class E> inline Computed<E> load_strided(const E* from, int k, int count) {
-  E rest[stride * kLanes];
-  if (count < kLanes) {  // nothing behind the last is touched
-    std::fill(std::copy_n(from, stride * count, rest), rest + stride * kLanes, E(0));
-    from = rest;
+// from[k + stride·j] for j in 0 to kLanes - 1; k < stride.
+template <int stride, class E> inline Computed<E> load_strided(const E* from, int k) {
+  if constexpr (stride == 1) return load_lanes(from);
+  const Integers which = count_up() * stride + k;
+  if constexpr (stride == 2) return shuffled(load_lanes(from), load_lanes(from + kLanes), which);
+  Computed<E> result{};
+#pragma GCC unroll 8
+  for (int i = 0; i < stride; i += 2) {  // of each two vectors the lanes that they have
+    const auto low = load_lanes(from + i * kLanes), high = i + 1 < stride ? load_lanes(from + (i + 1) * kLanes) : low;
+    const auto lanes = shuffled(low, high, which);
+    result = (which >= i * kLanes) ? lanes : result;
   }
-  const Integers lane = count_up();
-  if constexpr (stride == 1) {
-    return load_lanes(from);
-  } else if constexpr (stride == 2) {
-    return shuffled(load_lanes(from), load_lanes(from + kLanes), lane * 2 + k);
-  } else if constexpr (stride == 4) {
-    const Integers which = lane * 4 + k;
-    const auto low = shuffled(load_lanes(from), load_lanes(from + kLanes), which);
-    const auto high = shuffled(load_lanes(from + 2 * kLanes), load_lanes(from + 3 * kLanes), which);
-    return lane < kLanes / 2 ? low : high;
-  } else {
-    Computed<E> result;
-    for (int j = 0; j < kLanes; j++) result[j] = math::Element<Computed<E>>(from[k + stride * j]);
-    return result;
-  }
+  return result;
 }
 
 }  // namespace load

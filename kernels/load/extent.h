@@ -5,6 +5,7 @@
 #ifdef __CUDACC__
 #define ON_DEVICE __device__ __forceinline__
 #else
+#include "cpu/lanes.h"
 #define ON_DEVICE inline
 #endif
 
@@ -35,17 +36,20 @@ HOST_DEVICE Coordinates coordinates(const Extent& extent, int position) {
   return {int(row / unsigned(extent.H)), int(row % unsigned(extent.H)), int(unsigned(position) % unsigned(extent.W))};
 }
 
+template <int by> HOST_DEVICE int divided(int x) { return x / by; }
+
 // The windows along an axis that hold any of some neighbours from `position` on: `count` from `first` on, at most most(some). `position` is
 // the place place(i) of window first + i, if that has so many.
-template <int K, int S, int P> struct Holding {
-  int first, count, own;
-  HOST_DEVICE Holding(int position, int windows, int some)
-      : first(position + P < K ? 0 : (position + P - K) / S + 1), own(position + P - first * S) {
-    const int behind = (position + some - 1 + P) / S + 1;
+template <int K, int S, int P, class I> struct Holding {
+  I first, count, own;
+  HOST_DEVICE Holding(I position, int windows, int some) {
+    const I before = position + (P - K), behind = divided<S>(position + (some - 1 + P)) + 1;
+    first = before < 0 ? I{} : divided<S>(before) + 1;
+    own = position + P - first * S;
     count = (behind < windows ? behind : windows) - first;
   }
   static HOST_DEVICE constexpr int most(int some) { return (some - 1 + K - 1) / S + 1; }
-  HOST_DEVICE int place(int i) const { return own - i * S; }
+  HOST_DEVICE I place(int i) const { return own - i * S; }
 };
 
 // Windows of K positions an axis, S apart; 0: one window, the whole axis. The first begins O places outside of the axis: of its places those
@@ -53,7 +57,7 @@ template <int K, int S, int P> struct Holding {
 template <int KD, int KH, int KW, int SD = KD, int SH = KH, int SW = KW, int OD = 0, int OH = 0, int OW = 0> struct Pool {
   static constexpr bool kPads = OD || OH || OW;
   static constexpr bool kApart = SD == KD && SH == KH && SW == KW && !kPads;  // side by side: no position is in two
-  static constexpr int kWidth = KW, kStride = SW;
+  static constexpr int kDepth = KD, kHeight = KH, kWidth = KW, kStride = SW;
   static HOST_DEVICE int depth(const Extent& fine) { return KD ? KD : fine.D; }
   static HOST_DEVICE int height(const Extent& fine) { return KH ? KH : fine.H; }
   static HOST_DEVICE int width(const Extent& fine) { return KW ? KW : fine.W; }
@@ -61,10 +65,10 @@ template <int KD, int KH, int KW, int SD = KD, int SH = KH, int SW = KW, int OD 
   template <class I> static HOST_DEVICE I front(const Extent& fine, I window) { return window * (SD ? SD : fine.D) - OD; }
   template <class I> static HOST_DEVICE I top(const Extent& fine, I window) { return window * (SH ? SH : fine.H) - OH; }
   template <class I> static HOST_DEVICE I left(const Extent& fine, I window) { return window * (SW ? SW : fine.W) - OW; }
-  // Where they aren't apart, those that hold a position, or some of its neighbours in a row.
-  static HOST_DEVICE auto deep(int position, int windows) { return Holding<KD, SD, OD>(position, windows, 1); }
-  static HOST_DEVICE auto high(int position, int windows) { return Holding<KH, SH, OH>(position, windows, 1); }
-  static HOST_DEVICE auto wide(int position, int windows, int some) { return Holding<KW, SW, OW>(position, windows, some); }
+  // Where they aren't apart, those that hold a position, each of a vector of them, or some of its neighbours in a row.
+  template <class I> static HOST_DEVICE auto deep(I position, int windows) { return Holding<KD, SD, OD, I>(position, windows, 1); }
+  template <class I> static HOST_DEVICE auto high(I position, int windows) { return Holding<KH, SH, OH, I>(position, windows, 1); }
+  template <class I> static HOST_DEVICE auto wide(I position, int windows, int some) { return Holding<KW, SW, OW, I>(position, windows, some); }
 };
 
 // Of neighbours in a row the windows that hold any: f(window, the place of its row, the first neighbour's place in that). kAtOnce: rows of
