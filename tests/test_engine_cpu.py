@@ -1,4 +1,4 @@
-"""kernels/cpu/load.h: each word of a pass, in vectors, over sizes that fill no vector, against torch; and convolutions of a few samples at a
+"""kernels/cpu/load.h and points.h: each word of a pass, in vectors, over sizes that fill no vector, against torch; and convolutions of a few samples at a
 time."""
 
 from __future__ import annotations
@@ -230,6 +230,79 @@ def test_windows_there_and_back(dtype, size, pool):
     torch.testing.assert_close(
         total.double(), sums, rtol=0.01 if dtype == torch.bfloat16 else 1e-6, atol=1e-6, equal_nan=True
     )
+
+
+# Windows of whole rows, whose positions come as vectors.
+ROWS = """
+#include "load/load.h"
+
+struct Rows {
+  output_t *most, *least, *total, *again; int32_t *place, *least_place; double* sums; load::Extent fine;
+  static constexpr bool kScalar = true, kRows = true;
+  template <class Plane> ON_DEVICE void operator()(Plane& plane) const {
+    auto finer = plane.sum();
+    plane.each([&](const auto& at) {
+      auto own_best = at.largest_row();
+      auto own_least = at.smallest_row();
+      auto own_value = at.largest_row_value();
+      auto own_sum = at.row_zero();
+      at.window(load::Pool<WINDOWS>(), fine, [&](const auto& e) {
+        own_best.take(e.v(), e.place, e.inside);
+        own_least.take(e.v(), e.place, e.inside);
+        own_value.take(e.v(), e.place, e.inside);
+        own_sum += math::select(e.inside, e.v(), real(0));
+        finer.add(e.v());
+      });
+      const auto best = at.all(own_best);
+      const auto smallest = at.all(own_least);
+      at.write(most, at.all(own_value).value);
+      at.write(least, smallest.value);
+      at.write(total, at.all(own_sum));
+      at.write(place, best.index);
+      at.write(least_place, smallest.index);
+      at.write(again, at.chosen(load::Pool<WINDOWS>(), fine, best.index).v());
+    });
+    plane.reduce(sums, finer);
+  }
+};
+EXPORT void rows(output_t* most, output_t* least, output_t* total, output_t* again, int32_t* place, int32_t* least_place, double* sums,
+                 const value_t* v, int64_t N, int64_t C, int64_t D, int64_t H, int64_t W, int64_t d, int64_t h, int64_t w) {
+  const load::Extent fine(N, C, D, H, W);
+  load::planes(Rows{most, least, total, again, place, least_place, sums, fine}, load::Extent(N, C, d, h, w), {v, 0, C, D * H * W}, 1, {0, N});
+}
+"""
+
+
+@pytest.mark.parametrize("size", [*SIZES, (4, 6, 33)])
+@pytest.mark.parametrize("pool", [(1, 1, 0), (1, 3, 0), (2, 1, 0), (1, 0, 0), (0, 0, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_windows_of_whole_rows(size, pool, dtype):
+    window = [p or s for p, s in zip(pool, size)]
+    coarse = [s // w for s, w in zip(size, window)]
+    if min(coarse) < 1 or (dtype == torch.float64 and pool[1] != 1):
+        pytest.skip("no window fits, or compiled for two")
+    N, C = 2, 3
+    v = torch.randn(N, C, *size).mul(2).round().to(dtype)  # with ties
+    for c, value in ((0, float("inf")), (1, float("nan")), (2, float("-inf"))):
+        v[0, c].view(-1)[3 % v[0, c].numel() :: 5] = value
+    results = [poisoned(N, C, *coarse, dtype=dtype) for _ in range(4)]
+    places = [poisoned(N, C, *coarse, dtype=torch.int32) for _ in range(2)]
+    sums, defines = (
+        poisoned(N, C, 1, dtype=torch.float64),
+        {"VALUE_T": DTYPES[dtype], "OUTPUT_T": DTYPES[dtype]},
+    )
+    defines["WINDOWS"] = ", ".join(map(str, pool))
+    kernels = inline_loader.load("engine_cpu_rows", source=ROWS, defines=defines, launchers=["rows"])
+    kernels.rows(*results, *places, sums, v, N, C, *size, *coarse)
+    inside = v[..., : coarse[0] * window[0], : coarse[1] * window[1], :]
+    seen = inside.unflatten(4, (coarse[2], window[2])).unflatten(3, (coarse[1], window[1]))
+    seen = seen.unflatten(2, (coarse[0], window[0])).permute(0, 1, 2, 4, 6, 3, 5, 7).flatten(5)
+    largest, smallest = seen.max(-1), seen.min(-1)
+    for own, expected in zip(results, (largest[0], smallest[0], seen.sum(-1), largest[0])):
+        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    for own, expected in zip(places, (largest[1], smallest[1])):
+        assert torch.equal(own.long(), expected)
+    torch.testing.assert_close(sums[..., 0], seen.double().flatten(2).sum(-1), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

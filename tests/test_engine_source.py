@@ -266,6 +266,28 @@ def test_pools_of_any_windows(pool, dtype, layout, device):
     assert_special(Pooled(SOME_POOLS[pool], False).to(dtype), special)
 
 
+class OverAxis(nn.Module):
+    """A softmax and a mean over an axis, behind a norm, with what they are taken off."""
+
+    def __init__(self, axis: int):
+        super().__init__()
+        self.conv, self.norm, self.axis = nn.Conv2d(1, 5, (1, 2)), nn.InstanceNorm2d(5), axis
+
+    def forward(self, x):
+        v = torch.softmax(self.norm(self.conv(x)), self.axis)
+        return torch.tanh(v - v.mean(self.axis, keepdim=True))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_values_of_the_window_that_is_walked_are_its_own_points(axis, device):
+    """No position of it looks them up; a CPU takes whole rows as vectors along them."""
+    torch.manual_seed(0)
+    run = assert_rule(OverAxis(axis), torch.randn(2, 1, 11, 38), label=str(axis))
+    text = run.plan.composed.text
+    assert ".window(" in text and "e.spread(" not in text
+    assert ("kRows" in text) == (device == "cpu" and axis == -1)
+
+
 def assert_special(model: nn.Module, x: torch.Tensor) -> None:
     """Values that sums of a few of them keep: equal to eager's, with the gradient of what was chosen."""
     dy = torch.randint(1, 5, copy.deepcopy(model)(x).shape).to(x.dtype)

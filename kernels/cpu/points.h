@@ -495,27 +495,33 @@ struct Rows : Single {
   ExtremeValue<1, Lanes> largest_row_value() const { return {}; }
   ExtremeValue<-1, Lanes> smallest_row_value() const { return {}; }
   Lanes row_zero() const { return Lanes{}; }
-  real all(const Lanes& own) const {
-    real total = 0;
-    for (int j = 0; j < kLanes; j++) total += own[j];
-    return total;
+  real all(Lanes own) const {
+    fold([&](const auto& other) { own += other(own); });
+    return own[0];
   }
-  template <int sign> ExtremeValue<sign, real> all(const ExtremeValue<sign, Lanes>& own) const {
-    ExtremeValue<sign, real> best;
-    for (int j = 0; j < kLanes; j++) best.take(own.value[j], 0, best.value == best.value);
-    return best;
+  template <int sign> ExtremeValue<sign, real> all(ExtremeValue<sign, Lanes> own) const {
+    fold([&](const auto& other) { own.take(other(own.value), 0); });
+    return {own.value[0]};
   }
   // The first among ties, and NaN.
-  template <int sign> Extreme<sign, real> all(const Extreme<sign, Lanes>& own) const {
-    Extreme<sign, real> best;
-    for (int j = 0; j < kLanes; j++) {
-      const real x = own.value[j];
-      const int place = int(own.index[j]);
-      const bool ties = (x == best.value || (x != x && best.value != best.value)) && place < best.index;
-      best.take(x, place, place >= 0);
-      if (ties && place >= 0) best.index = place;
-    }
-    return best;
+  template <int sign> Extreme<sign, real> all(Extreme<sign, Lanes> own) const {
+    fold([&](const auto& other) {
+      const Lanes x = other(own.value), value = own.value;
+      const Integers place = other(own.index), nan = x != x, own_nan = value != value;
+      const Integers ties = ((x == value) | (nan & own_nan)) & (place < own.index);
+      const Integers better = (own.index < 0) | (~own_nan & ((sign > 0 ? x > value : x < value) | nan)) | ties;
+      own.value = better & (place >= 0) ? x : value;
+      own.index = better & (place >= 0) ? place : own.index;
+    });
+    return {own.value[0], int(own.index[0])};
+  }
+
+ private:
+  // f(other): of a vector, what lies as far away as half of the lanes that are left.
+  template <class F> static void fold(const F& f) {
+#pragma GCC unroll 8
+    for (int step = kLanes / 2; step; step /= 2)
+      f([&](const auto& x) { return shuffled(x, x, count_up() ^ step); });
   }
 };
 

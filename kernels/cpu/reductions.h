@@ -50,9 +50,7 @@ struct Counted {
   const int& lanes;
   template <class T> T masked(const T& x) const {
     if (lanes == kLanes) return x;
-    T rest = x;
-    for (int j = lanes; j < kLanes; j++) rest[j] = 0;
-    return rest;
+    return count_up() < lanes ? x : T{};
   }
 };
 
