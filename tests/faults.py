@@ -273,7 +273,7 @@ FAULTS = [
     # ---- windows that overlap, lie apart, begin outside
     Fault("kernels/load/points.cuh", "is_in<P>(z, fine.D) && is_in<P>(y, fine.H);", "is_in<P>(y, fine.H);", "test_engine_source.py -k 'any_windows and cuda and volumes'"),
     Fault("kernels/load/points.cuh", "total += math::select(inside, f(", "total += math::select(true, f(", "test_engine_source.py -k 'any_windows and cuda and mean'"),
-    Fault("kernels/load/extent.h", "first = before < 0 ? I{} : divided<S>(before) + 1;", "first = divided<S>(before) + 1;", "test_engine_source.py -k 'any_windows and cuda'"),
+    Fault("kernels/load/extent.h", "first = position + P < K ? I{} : divided<S>(position + P - K) + 1;", "first = divided<S>(position + P - K) + 1;", "test_engine_source.py -k 'any_windows and cuda'"),
     Fault("kernels/load/extent.h", "(behind < windows ? behind : windows) - first", "behind - first", "test_engine_source.py -k 'any_windows and cuda'"),
     Fault("kernels/load/extreme.cuh", "counts && (index < 0", "(index < 0", "test_engine_source.py -k 'any_windows and cuda and stem'"),
     Fault("kernels/cpu/points.h", "(x <= last);", "(x <= x);", "test_engine_source.py -k 'any_windows and cpu'"),

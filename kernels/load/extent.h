@@ -43,9 +43,9 @@ template <int by> HOST_DEVICE int divided(int x) { return x / by; }
 template <int K, int S, int P, class I> struct Holding {
   I first, count, own;
   HOST_DEVICE Holding(I position, int windows, int some) {
-    const I before = position + (P - K), behind = divided<S>(position + (some - 1 + P)) + 1;
-    first = before < 0 ? I{} : divided<S>(before) + 1;
+    first = position + P < K ? I{} : divided<S>(position + P - K) + 1;
     own = position + P - first * S;
+    const I behind = divided<S>(position + (some - 1 + P)) + 1;
     count = (behind < windows ? behind : windows) - first;
   }
   static HOST_DEVICE constexpr int most(int some) { return (some - 1 + K - 1) / S + 1; }
