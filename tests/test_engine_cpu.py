@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inline_loader
+from inline_kernels import fuse
 from inline_kernels.engine import library, schedule
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import Case
@@ -373,6 +374,43 @@ def test_the_last_cache_is_a_cores():
     file = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
     text = file.read_text().strip() if file.exists() else "32768K"
     assert words(torch.float32).last_cache() == int(text.removesuffix("K")) << 10
+
+
+class Much(nn.Module):
+    """The library's convolution, and what takes much before it is summed."""
+
+    def __init__(self, tail):
+        super().__init__()
+        self.conv, self.norm, self.tail = nn.Conv2d(3, 8, 3, stride=2), nn.GroupNorm(2, 8), tail
+
+    def forward(self, x):
+        return self.tail(self, self.conv(x))
+
+
+OF_MUCH = {
+    "a norm": lambda m, v: m.norm(F.gelu(v)),
+    "rows": lambda m, v: torch.softmax(F.silu(v), -1),
+    "columns": lambda m, v: torch.softmax(F.silu(v), -2),
+    "picked rows": lambda m, v: m.norm(F.gelu(v)).amax(-1) * F.silu(v).amax(-1),
+    "v itself, too": lambda m, v: m.norm(F.gelu(v)) * v,
+    "windows": lambda m, v: m.norm(F.max_pool2d(F.gelu(v), 3, 2, 1)) + F.max_pool2d(F.gelu(v), 3, 2, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("tail", OF_MUCH)
+def test_what_takes_much_is_left_in_the_librarys_v(tail, dtype):
+    """… where nobody needs that: not in training, not where 16 bits would round it."""
+    torch.manual_seed(0)
+    model, x = Much(OF_MUCH[tail]).to(dtype), torch.randn(2, 3, 25, 75).to(dtype)
+    new, before = fuse(copy.deepcopy(model)), x.clone()
+    with torch.no_grad():
+        y, truth, eager = new(x), copy.deepcopy(model).double()(x.double()), model(x)
+        leaves = "replace_v(" in new.source(x)
+    assert "load" in str(new.plan(x)) and torch.equal(x, before)
+    assert leaves == (tail in ("a norm", "rows") and dtype != torch.bfloat16)
+    assert (y - truth).norm() <= 2 * (eager - truth).norm() + 1e-12
+    assert "replace_v(" not in new.source(x)  # with gradients
 
 
 class Alone(nn.Module):

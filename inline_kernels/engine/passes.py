@@ -153,7 +153,7 @@ class Program:
     turns: the array that may lie channels last alone, v or its gradient, or y or its gradient; or "". operand: the array that the next convolution reads, or "". By source.py: `texts` of the passes,
     and the numbers of those that then read or write it so (`turned`); does a CPU make v in strips (`convolves`); of those that it has in strips (`in_strips`,
     `differentiated`, by whose sums: `differentiated_by`), of the one that leaves a value in v's place for those behind it, with that value (`left`), and of the
-    one that finds whether any gradient passes, with that gradient (`closes`). saves_v: does backward read v?"""
+    one that finds whether any gradient passes, with that gradient (`closes`). spends_v: may passes write over v, once none behind them reads it?"""
 
     kept: Sequence[Array] = ()
     gate: tuple[Node, Array] | None = (
@@ -164,7 +164,7 @@ class Program:
     turned: Sequence[int] = ()
     in_strips: Sequence[int] = ()
     convolves = False
-    saves_v = False
+    spends_v = False
     left: tuple[int, Node] | None = None
     differentiated: int | None = None
     differentiated_by = ""

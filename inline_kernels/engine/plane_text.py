@@ -36,6 +36,7 @@ class PlaneText(PassText):
         self.picks_channel = False  # single positions at a channel of their own each?
         self.chooses = False  # … whose channels have positions of their own each?
         self.rows = ""  # the level whose windows are whole rows, if a CPU takes its points one by one, and vectors along their rows
+        self.of_rows: Scope | None = None  # the last walk over those
         self.loops: list[Scope] = []  # over channels at a point of the pass
         self.held: list[Node] = []  # of what these compute, what later ones read again
         self.known_with_v: list[Node] = []  # what is computed of an element where v is read last
@@ -152,13 +153,17 @@ class PlaneText(PassText):
 
     def _leave(self, each: Planes, last: Scope | None) -> None:
         """Sets `known_with_v`, if an element's v is read last where each element comes once; and leaves there what passes behind find."""
-        if (
-            each.level != "e" or not self.scopes_of_v or self.scalar or self.spreads
-        ):  # which read v elsewhere, too
+        if not self.scopes_of_v:
             return
-        scope = self.scopes_of_v[-1]
-        once = [loop for loop in [*self.loops, last] if loop and loop.parent is self.point]
-        if not any(scope is one for one in (once if each.by_sample else [self.point])):
+        scope, once = self.scopes_of_v[-1], [self.point]
+        if self.rows:  # a window's, or of a row each, that together have all
+            has_all = {*self.graph.levels[each.level].window} <= {1, None} and not self.chooses
+            once = [self.of_rows] if has_all else []
+        elif each.level != "e" or self.scalar or any(s.kind == "looked up" for s in self.scopes_of_v):
+            return
+        elif each.by_sample:
+            once = [loop for loop in [*self.loops, last] if loop and loop.parent is self.point]
+        if not any(scope is one for one in once):
             return
         self.known_with_v = [
             n for n in scope.known if n.is_scalar_op and n.space == ELEMENTS and not n.is_boolean
@@ -269,6 +274,7 @@ class PlaneText(PassText):
             inner = Scope("point", "e", parent, scope.n, scope.c, [], scope, axis=axis)
             head = f"{scope.at}.window({self.pool(axis)}, {self.extent(parent)}, [&](const auto& e) {{"
             self.scalar = True
+            self.of_rows = inner if axis == self.rows and scope is self.point else self.of_rows
             self._prepare([node.args[0] for node in nodes], inner)
             self._add_finer(inner)
         declared, ends = [], []

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from . import between, gates, naming, source, strips
 from .algebra import factored, reordered
 from .cases import Case
@@ -49,6 +51,7 @@ class Kind(NamedTuple):
     exact_order: bool
     own: source.Own
     operand: bool = False  # is y the next convolution's?
+    spends_v: bool = False  # may forward write over v, once nobody needs that?
     turns_y: bool = False  # may passes turn y, as Case has it? If they all can, forward's `turns` is "y", and backward's "dy"
 
 
@@ -56,7 +59,9 @@ def kind_for(case: Case) -> Kind:
     own = strips.own(case.segment.conv, case.x, case.weight) if case.device == "cpu" else source.Own()
     few = bool(case.weight.shape[0] <= 256)  # of a compiler's sizes, too, a key
     operand = case.segment.result == between.OPERAND
-    return Kind(case.device, case.saving, few, case.exact_order, own, operand, case.turns_y)
+    is_own = case.device == "cpu" and not case.segment.conv.is_nothing  # else v is x
+    spends_v = is_own and case.x.dtype in (torch.float32, torch.float64)
+    return Kind(case.device, case.saving, few, case.exact_order, own, operand, spends_v, case.turns_y)
 
 
 def composed_of(segment, kind: Kind) -> Composed:
@@ -110,7 +115,7 @@ def _compose(segment, kind: Kind) -> Composed:
         on_cpu=kind.device == "cpu",
     )
     ahead.operand = "y" if kind.operand else ""
-    ahead.saves_v = any(array.name == "v" for array in saved)
+    ahead.spends_v = kind.spends_v and not any(array.name == "v" for array in saved)
     if kind.saving and (small := [array for array in saved if array.space.small]):
         ahead.kept = back.kept = small
         saved = [*[array for array in saved if array not in small], naming.KEPT]

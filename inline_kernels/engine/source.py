@@ -107,7 +107,7 @@ def _launcher(launcher: str, program: Program, names: Names, device: str, own: O
     written = {*program.arrays.values(), SCRATCH, DWEIGHT, PASSES}
     if not written.isdisjoint(program.kept):
         written.add(KEPT)
-    if program.convolves:
+    if program.convolves or program.left:
         written |= {a for a in names.incoming.values() if a.name == "v"}
     declared = [f"{'' if a in written else 'const '}{EXPORTED[a.kind]}* {a.name}" for a in tensors]
     declared += [f"{t} {_scalar(t, name)}" for t, name in reals]
@@ -239,20 +239,21 @@ def _find_strips(program: Program, own: bool) -> None:
 
 
 def _left(program: Program) -> tuple[int, Node] | None:
-    """A pass in strips, and what it has computed of each element where it last reads v: it leaves this in the place of v, if it took much, and
-    those behind it read v for nothing else."""
-    if program.saves_v or keeps_v(program):
+    """A pass, and what it has computed of each element where it last reads v: it leaves this in the place of v, if it took much, and those behind it
+    read v for nothing else. Of strips, where each has its v to itself, or, of a whole v, where nobody else needs that."""
+    if not program.spends_v or (program.convolves and keeps_v(program)):
         return None
     z = program.graph.leaf("z", ELEMENTS, "z")
-    for i in program.in_strips:
-        behind = [program.passes[j] for j in program.in_strips if j > i and program.texts[j].reads_v]
+    reading = [i for i, text in enumerate(program.texts) if text.reads_v]
+    saved: dict[tuple[int, Node], int] = {}
+    for i in program.in_strips if program.convolves else reading:
+        behind = [program.passes[j] for j in reading if j > i]
         terms = [key.source for each in behind for key in each.targets]
-        found = [node for node in program.texts[i].known_with_v if node in _computed(program, terms)]
-        serving = [node for node in found if z not in _computed(program, terms, node)]
-        costs = {node: instructions(_computed(program, [node])) for node in serving}
-        if costs and max(costs.values()) >= MUCH:
-            return i, max(costs, key=costs.get)
-    return None
+        for node in set(program.texts[i].known_with_v).intersection(_computed(program, terms)):
+            cost = instructions(_computed(program, [node]))
+            if cost >= MUCH and z not in _computed(program, terms, node):
+                saved[i, node] = cost * len(behind)
+    return max(saved, key=lambda each: (saved[each], each[1].id), default=None)
 
 
 def _computed(program: Program, terms: Sequence[Node], left: Node | None = None) -> list[Node]:
