@@ -6,6 +6,7 @@ a loop over channels finds what took an earlier one much in its core's cache (`_
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -16,6 +17,7 @@ from .pass_text import PassText, Scope, indented
 from .passes import Array, Key, Planes, Program, Unsupported, is_static, over_channels, over_windows
 from .scalars import instructions
 
+FEW = 64  # terms, whose sum may be made one after the other
 MUCH = 5  # instructions: an exponential's; to store a value and to load it again takes less
 _EXTREME = re.compile(r"auto (?:own_)?(best\d+) = \w+\.(?:largest|smallest)(?:_row)?\(\);$")
 
@@ -149,7 +151,7 @@ class PlaneText(PassText):
         if not level or level.window[-1] is not None or each.by_sample:
             return False
         known = walk(terms, lambda node: () if self._array(node) else node.args)
-        return not any(map(over_channels, known))
+        return not any(over_channels(node) for node in known if not self._array(node))
 
     def _leave(self, each: Planes, last: Scope | None) -> None:
         """Sets `known_with_v`, if an element's v is read last where each element comes once; and leaves there what passes behind find."""
@@ -281,7 +283,9 @@ class PlaneText(PassText):
         # May lanes have some of the channels each, or some of a row?
         shared = "channel" if axis == "c" and not self.program.on_cpu else ""
         shared = "row" if axis == self.rows and scope is self.point else shared
-        own, of, begin = ("own_", f"_{shared}", f"{shared}_") if shared else ("", "", "")
+        of, begin = (f"_{shared}", f"{shared}_") if shared else ("", "")
+        window = () if axis == "c" else self.graph.levels[axis].window
+        many = self.program.on_cpu and (axis == "c" or None in window or math.prod(window) > FEW)
         padded = axis != "c" and any(self.graph.levels[axis].padding)
         inside = "e.inside" if padded or shared == "row" else ""
         for node in nodes:
@@ -290,12 +294,13 @@ class PlaneText(PassText):
             if node.op == "pick":
                 best = f"best{node.id}"
                 word = "largest" if node.attr[1] > 0 else "smallest"
-                declared.append(f"auto {own}{best} = {scope.at}.{word}{of}();")
-                ends += [f"const auto {best} = {scope.at}.all({own}{best});"] * bool(shared)
+                own = f"own_{best}" if shared else best
+                declared.append(f"auto {own} = {scope.at}.{word}{of}();")
+                ends += [f"const auto {best} = {scope.at}.all({own});"] * bool(shared)
                 last = axis != "c" and None not in self.graph.levels[axis].window
                 place = "e.c" if axis == "c" else "e.place"
                 of_place = ", ".join([term, place, *[inside] * bool(inside)])
-                take = f"{own}{best}.{'take_last' if last else 'take'}({of_place})"
+                take = f"{own}.{'take_last' if last else 'take'}({of_place})"
                 takes = self.takes.get(node, ())
                 inner.lines.append(f"const auto better{node.id} = {take};" if takes else f"{take};")
                 for each in takes:
@@ -306,18 +311,19 @@ class PlaneText(PassText):
                     scope.known[each] = name
                 scope.known[node] = f"best{node.id}.index"
                 continue
-            declared.append(f"auto {own}{name} = {scope.at}.{begin}zero();")
-            total = f"{scope.at}.all({own}{name})" if shared else name
-            declares = "const auto " * bool(shared)
+            own = f"own_{name}" if shared or many else name
+            declared.append(f"auto {own} = {scope.at}.{begin}{'total' if many else 'zero'}();")
+            total = f"{scope.at}.all({own})" if own != name else name
+            declares = "const auto " * (own != name)
             if node.op == "variance":
                 mean = self.value(node.args[1], inner)
                 square = f"math::square({self._operand(node.args[0], inner)} - {mean})"
-                inner.lines.append(f"{own}{name} += {square};")
+                inner.lines.append(f"{own} += {square};")
                 ends.append(f"{declares}{name} = {total} / real({self.number('C')});  // variance")
             else:
                 term = f"math::select({inside}, {term}, real(0))" if inside else term
-                inner.lines.append(f"{own}{name} += {term};")
-                ends += [f"{declares}{name} = {total};"] * bool(shared)
+                inner.lines.append(f"{own} += {term};")
+                ends += [f"{declares}{name} = {total};"] * (own != name)
             scope.known[node] = name
         scope.lines += [*declared, head, inner.lines, "});", *ends]
 

@@ -117,7 +117,7 @@ template <Walk walk> class Plane {
   const int64_t step_, at_;
   const Part part_;
   const bool streams_;
-  std::vector<std::conditional_t<walk == Walk::single || walk == Walk::whole_rows, real, Lanes>> held_;
+  std::vector<std::conditional_t<walk == Walk::single, real, Lanes>> held_;
   Drawn drawn_;
   int lanes_ = kLanes;  // of the point at hand
 };

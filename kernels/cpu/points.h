@@ -67,7 +67,7 @@ struct Plane_ {
   Plane_ channel(int64_t of, int64_t channels) const { return {extent, values, step, n, of, channels}; }
 };
 
-// One position: of passes in which a channel is picked, because channels' own values are read by number.
+// One position: of passes in which a channel is picked, because channels' own values are read by number, and of windows that lanes share.
 struct Single : Plane_ {
   using T = real;
   int position, place = 0;
@@ -130,12 +130,8 @@ struct Single : Plane_ {
   ExtremeValue<-1, real> smallest_value() const { return {}; }
   real zero() const { return 0; }
   template <class F> real lazily(bool mask, const F& f) const { return mask ? f() : real(0); }
-  Extreme<1, real> largest_row() const { return {}; }
-  Extreme<-1, real> smallest_row() const { return {}; }
-  ExtremeValue<1, real> largest_row_value() const { return {}; }
-  ExtremeValue<-1, real> smallest_row_value() const { return {}; }
-  real row_zero() const { return 0; }
-  template <class X> const X& all(const X& own) const { return own; }
+  Total<real> total() const { return {}; }
+  real all(Total<real> own) const { return own.value(); }
 };
 
 // A window that lanes share.
@@ -150,10 +146,14 @@ struct Lanes_ : Plane_ {
   ExtremeValue<1, Lanes> largest_value() const { return {}; }
   ExtremeValue<-1, Lanes> smallest_value() const { return {}; }
   Lanes zero() const { return Lanes{}; }
+  Total<Lanes> total() const { return {}; }
+  Lanes all(Total<Lanes> own) const { return own.value(); }
   template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
     return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
   }
 };
+
+constexpr int kMostStrided = 12;  // further apart, one by one takes no longer; and none lies kBehind what a strip has
 
 // How lanes of scattered points lie: anywhere; side by side in a row, `stride` apart; or in ascending order within
 // kLanes elements.
@@ -195,7 +195,8 @@ template <Order order, int stride, class Place, int width = stride> struct Scatt
   template <class E> Computed<E> gathered(const E* plane) const {
     if constexpr (order == Order::strided) {
       const int k = width == stride ? place % stride : std::min(place % width, stride - 1), begin = int(at[0]) - k;
-      if (begin >= 0 && begin + stride * kLanes <= extent.positions()) return load_strided<stride>(plane + begin, k);
+      const bool is_there = begin >= 0 && begin + stride * kLanes <= extent.positions();
+      if (stride <= kMostStrided && is_there) return load_strided<stride>(plane + begin, k);
     }
     if constexpr (order == Order::near) {
       if (at[0] + kLanes <= extent.positions()) {
@@ -464,7 +465,7 @@ template <bool kWhole> struct Row : Lanes_ {
 };
 
 // Neighbours of a window: where they lie in it, and which of them are there.
-template <bool kWhole> struct Of : Row<kWhole> {
+template <bool kWhole> struct OfRow : Row<kWhole> {
   Integers place, inside;
 };
 
@@ -480,10 +481,10 @@ struct Rows : Single {
     const int z = P::front(fine, w.d), y = P::top(fine, w.h);
     for (int run = 0; run < runs; run++) {
       const int first = ((z + run / high) * fine.H + y + run % high) * fine.W;
-      const auto at = [&](auto whole, int k, int count) {
+      const auto at = [&](auto fills, int k, int count) {
         const Integers lane = count_up();
         *lanes = count;
-        f(Of<whole>{{{{fine, values, step, n, c, C}}, first + k, count, false, nullptr}, lane + (run * length + k), lane < count});
+        f(OfRow<fills>{{{{fine, values, step, n, c, C}}, first + k, count, false, nullptr}, lane + (run * length + k), lane < count});
       };
       int k = 0;
       for (; k + kLanes <= length; k += kLanes) at(std::true_type(), k, kLanes);
@@ -494,8 +495,9 @@ struct Rows : Single {
   Extreme<-1, Lanes> smallest_row() const { return {}; }
   ExtremeValue<1, Lanes> largest_row_value() const { return {}; }
   ExtremeValue<-1, Lanes> smallest_row_value() const { return {}; }
-  Lanes row_zero() const { return Lanes{}; }
-  real all(Lanes own) const {
+  Total<Lanes> row_total() const { return {}; }
+  real all(Total<Lanes> of_lanes) const {
+    Lanes own = of_lanes.value();
     fold([&](const auto& other) { own += other(own); });
     return own[0];
   }

@@ -45,6 +45,36 @@ template <int sign, class T> struct ExtremeValue {
   }
 };
 
+// A point's sum of many terms: a few as they are, these in double.
+template <class T> class Total {
+ public:
+  void operator+=(const T& x) {
+    few_ += x;
+    if (++count_ == kFew) flush();
+  }
+  T value() {
+    flush();
+    if constexpr (std::is_arithmetic_v<T>)
+      return T(total_);
+    else
+      return __builtin_convertvector(total_, T);
+  }
+
+ private:
+  static constexpr int kFew = 16;
+  using Double = std::conditional_t<std::is_arithmetic_v<T>, double, Doubles>;
+  void flush() {
+    if constexpr (std::is_arithmetic_v<T>)
+      total_ += few_;
+    else
+      total_ += __builtin_convertvector(few_, Doubles);
+    few_ = T{}, count_ = 0;
+  }
+  T few_{};
+  Double total_{};
+  int count_ = 0;
+};
+
 // Sums know of a point how many of its lanes count.
 struct Counted {
   const int& lanes;
