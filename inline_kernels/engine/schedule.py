@@ -261,8 +261,9 @@ def backward(
         if (t := given[i]).data_ptr() % 16 or not t.is_contiguous(memory_format=layout):
             given[i] = library.aligned(t, layout)
     if back.passes:
-        contiguous = torch.contiguous_format  # as the launcher asks even of what nobody reads
-        image = plan.strips["backward"].image.of(x) if dw else torch.empty_like(x, memory_format=contiguous)
+        image = (
+            plan.strips["backward"].image.of(x) if dw else library.contiguous(x)
+        )  # which nobody reads then
         given.append(image)
     if back.over is not None:
         given.append(given[back.over])

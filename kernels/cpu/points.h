@@ -59,7 +59,7 @@ struct Plane_ {
   int64_t step, n, c, C;
   int64_t first() const { return (n * C + c) * extent.positions(); }
   const value_t* convolved() const { return values + c * step; }
-  // To be replaced by what is computed of it, where it is a strip's own, and no longer asked for.
+  // To be replaced by what is computed of it, where nobody needs it any more.
   template <class X> value_t* spent(const X&) const {
     static_assert(std::is_same_v<value_t, math::Element<X>>, "what is computed would be rounded");
     return const_cast<value_t*>(convolved());
@@ -79,7 +79,6 @@ struct Single : Plane_ {
   template <class E> One<E> read(const E* from) const { return One<E>(from[offset()]); }
   template <class E> One<E> shared(const E* from) const { return One<E>(from[n * extent.positions() + position]); }
   real v() const { return real(convolved()[position]); }
-  template <class X> void replace_v(X x) const { spent(x)[position] = value_t(x); }
   template <class E, class X> void write(E* to, const X& x) const { to[offset()] = E(x); }
   bool kept(const int64_t* seed, int64_t number, int which, double probability) const {
     return Dropout(seed, number, which, probability).keeps(offset());
@@ -153,7 +152,7 @@ struct Lanes_ : Plane_ {
   }
 };
 
-constexpr int kMostStrided = 12;  // further apart, one by one takes no longer; and none lies kBehind what a strip has
+constexpr int kMostStrided = 12;  // further apart they are read one by one, which takes no longer; what is read beside them is less than kBehind
 
 // How lanes of scattered points lie: anywhere; side by side in a row, `stride` apart; or in ascending order within
 // kLanes elements.
@@ -464,7 +463,7 @@ template <bool kWhole> struct Row : Lanes_ {
   }
 };
 
-// Neighbours of a window: where they lie in it, and which of them are there.
+// Neighbours in a row of a window: where they lie in that, and which of them are there.
 template <bool kWhole> struct OfRow : Row<kWhole> {
   Integers place, inside;
 };
