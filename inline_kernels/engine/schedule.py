@@ -261,10 +261,8 @@ def backward(
         if (t := given[i]).data_ptr() % 16 or not t.is_contiguous(memory_format=layout):
             given[i] = library.aligned(t, layout)
     if back.passes:
-        image = (
-            plan.strips["backward"].image.of(x) if dw else library.contiguous(x)
-        )  # which nobody reads then
-        given.append(image)
+        image_of = plan.strips["backward"].image.of if dw else library.contiguous  # nobody reads it then
+        given.append(image_of(x))
     if back.over is not None:
         given.append(given[back.over])
     found = back.launch.run(arguments, *given)
