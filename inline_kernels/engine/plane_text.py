@@ -39,6 +39,8 @@ class PlaneText(PassText):
         self.chooses = False  # … whose channels have positions of their own each?
         self.rows = ""  # the level whose windows are whole rows, if a CPU takes its points one by one, and vectors along their rows
         self.of_rows: Scope | None = None  # the last walk over those
+        self.axis = ""  # the level whose windows are whole axes, if a GPU's lanes share them, and how many terms those have, which is found out here
+        self.terms = ""
         self.loops: list[Scope] = []  # over channels at a point of the pass
         self.held: list[Node] = []  # of what these compute, what later ones read again
         self.known_with_v: list[Node] = []  # what is computed of an element where v is read last
@@ -60,6 +62,8 @@ class PlaneText(PassText):
         finer = self.finer = list(each.finer)
         if self.program.on_cpu and self._is_of_rows(each, terms.values()):
             self.rows = each.level
+        if not self.program.on_cpu and self._is_of_axes(each):
+            self.axis = each.level
         self._prepare([node for key, node in terms.items() if key not in finer], point)
         self.lazy = self._lazy(terms.values()) if self.program.on_cpu else set()
         totals, ends, last = [], [], None
@@ -124,7 +128,9 @@ class PlaneText(PassText):
             constants.append("bool kScalar = true" + windows * (not self.picks_channel))
         elif self.spreads:
             constants.append("bool kWindows = true")
-        if not (each.by_sample or self.program.on_cpu):
+        if each.by_sample and not self.program.on_cpu:
+            constants.append(f"int kSums = {len(totals)}")
+        elif not self.program.on_cpu:
             single, writes = (str(each).lower() for each in (self.chooses, bool(self.made)))
             constants.append(f"bool kSingle = {single}, kWrites = {writes}")
             held = sum(node.space.c for node in plane.known)  # small values by channel
@@ -152,6 +158,11 @@ class PlaneText(PassText):
             return False
         known = walk(terms, lambda node: () if self._array(node) else node.args)
         return not any(over_channels(node) for node in known if not self._array(node))
+
+    def _is_of_axes(self, each: Planes) -> bool:
+        """Are a point's windows whole axes, and what is made in those the point's alone?"""
+        level = self.graph.levels.get(each.level)
+        return bool(level) and None in level.window and not (each.by_sample or each.finer)
 
     def _leave(self, each: Planes, last: Scope | None) -> None:
         """Sets `known_with_v`, if an element's v is read last where each element comes once; and leaves there what passes behind find."""
@@ -280,12 +291,14 @@ class PlaneText(PassText):
             self._prepare([node.args[0] for node in nodes], inner)
             self._add_finer(inner)
         declared, ends = [], []
-        # May lanes have some of the channels each, or some of a row?
+        # May lanes have some of the channels each, or some of a window?
         shared = "channel" if axis == "c" and not self.program.on_cpu else ""
         shared = "row" if axis == self.rows and scope is self.point else shared
+        if axis == self.axis and scope is self.point:
+            shared, self.terms = "axis", self._count("window", axis)
         of, begin = (f"_{shared}", f"{shared}_") if shared else ("", "")
         window = () if axis == "c" else self.graph.levels[axis].window
-        many = self.program.on_cpu and (axis == "c" or None in window or math.prod(window) > FEW)
+        many = axis == "c" or None in window or math.prod(window) > FEW
         padded = axis != "c" and any(self.graph.levels[axis].padding)
         inside = "e.inside" if padded or shared == "row" else ""
         for node in nodes:

@@ -345,12 +345,9 @@ class _Composer:
         given = source.given_few(self.program) if isinstance(each, Small) else {}
         struct = f"Pass{number}{{{', '.join(given.get(m, m) for m in text.members)}}}"
         if isinstance(each, Planes):
-            level, channels = each.level, "1" if each.by_sample else "C"
             v = "stored" if text.reads_v else "nullptr"
-            extent = f"load::Extent(N, {channels}, {level}_D, {level}_H, {level}_W)"
             behind = 1 + max((i for i in parts if i < number), default=-1)  # the mainloop, which goes up
-            shares = source.in_parts(self.program, number, behind)
-            return f"load::planes({struct}, {extent}, {v}, {shares}, stream);"
+            return source.planes_call(self.program, number, struct, v, first=behind)
         return source.small_call(self.program, number, struct)
 
 

@@ -302,14 +302,31 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
                     v = f"{v}, {program.turns}"
                 elif sums_alone(program, i):
                     skeleton = "sums_of_v"
-            if each.by_sample:
-                skeleton, v = "by_sample", f"C, {v}"
-            parts = in_parts(program, i)
-            calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, {parts}{layout}, stream);")
+            calls.append(planes_call(program, i, made[i], v, skeleton, layout))
             calls += merging(program, i)
         else:
             calls.append(small_call(program, i, made[i]))
     return calls
+
+
+def planes_call(
+    program: Program,
+    number: int,
+    made: str,
+    v: str,
+    skeleton: str = "planes",
+    layout: str = "",
+    first: int = 0,
+) -> str:
+    """A GPU's; first: see `in_parts`."""
+    each, terms = program.passes[number], program.texts[number].terms
+    if each.by_sample:
+        skeleton, v = "by_sample", f"C, {v}"
+    if terms:
+        is_row = str(program.graph.levels[each.level].window[-1] is None).lower()
+        skeleton, v = "axes", f"{terms}, {is_row}, {v}"
+    parts = in_parts(program, number, first)
+    return f"load::{skeleton}({made}, {_extent_of(each)}, {v}, {parts}{layout}, stream);"
 
 
 def in_parts(program: Program, number: int, first: int = 0) -> str:

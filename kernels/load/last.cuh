@@ -2,7 +2,7 @@
 // takes positions whose channels are several lanes'.
 #pragma once
 #include "load/points.cuh"
-#include "load/reduce.cuh"
+#include "load/shared.cuh"
 
 namespace load {
 
@@ -213,9 +213,8 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   int turn_ = 0;
 };
 
-// A position of a pass by sample, where arrays are channels last: `lanes` neighbours of a warp have K of its channels each, and then the next;
-// where there are many, kPacks of them a lane, which it reads together.
-// What is made of channels is merged between them, in a fixed order, and all have it. One that is not `active` has no channels.
+// A position of a pass by sample, whose channels some lanes share: each has K neighbouring ones, and then the next; where there are many, kPacks of
+// them, which it reads together. One that is not `active` has no channels.
 constexpr int kPacks = 4;
 HOST_DEVICE unsigned lanes_of_row(int64_t C, int K) {
   const int64_t packs = (C + K - 1) / K;
@@ -225,94 +224,62 @@ HOST_DEVICE unsigned lanes_of_row(int64_t C, int K) {
 }
 template <int K> struct RowPoint : Point<1> {
   using Terms = std::conditional_t<K == 1, real, Pack<real, K>>;
-  unsigned lanes;
+  Sharing sharing;
   bool active;
-  __device__ __forceinline__ unsigned lane() const { return threadIdx.x % lanes; }
   template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
-    if (active && lane() == 0) Point<1>::write(to, x);
+    if (active && sharing.lane() == 0) Point<1>::write(to, x);
   }
   __device__ __forceinline__ Point<1> channel(int64_t of, int64_t channels) const {
     return Point<1>::channel(of < 0 ? 0 : of, channels);  // of none: nobody sees it
   }
   template <class F> __device__ __forceinline__ void channels(int64_t count, const F& f) const {
-    const int end = active ? int(count) : 0, step = int(lanes) * K;
+    const int end = active ? int(count) : 0, step = int(sharing.lanes) * K;
     const auto point = [&](int i) { f(Point<K, (K > 1)>{extent, values, n, Channels<K>{i}, count, position, 0, true}); };
-    int i = int(lane()) * K;
+    int i = int(sharing.lane()) * K;
     for (; i + (kPacks - 1) * step < end; i += kPacks * step)
 #pragma unroll
       for (int j = 0; j < kPacks; j++) point(i + j * step);
 #pragma unroll 1
     for (; i < end; i += step) point(i);
   }
-  __device__ __forceinline__ Terms channel_zero() const { return {}; }
+  using Point<1>::all;
+  __device__ __forceinline__ Terms channel_total() const { return {}; }  // a lane's are few
   __device__ __forceinline__ Extreme<1, Terms> largest_channel() const { return {}; }
   __device__ __forceinline__ Extreme<-1, Terms> smallest_channel() const { return {}; }
   __device__ __forceinline__ real all(const Terms& x) const {
     real sum = lane_of(x, 0);
 #pragma unroll
     for (int i = 1; i < K; i++) sum += lane_of(x, i);
-    for (unsigned d = 1; d < lanes; d *= 2) sum += __shfl_xor_sync(~0u, sum, int(d));
-    return sum;
+    return sharing.sum(sum);
   }
   template <int sign> __device__ __forceinline__ Extreme<sign, real> all(const Extreme<sign, Terms>& x) const {
     Extreme<sign, real> best = x.of_lane(0);
 #pragma unroll
     for (int i = 1; i < K; i++) best.merge(x.of_lane(i));
-    for (unsigned d = 1; d < lanes; d *= 2) {
-      Extreme<sign, real> other;
-      other.value = __shfl_xor_sync(~0u, best.value, int(d)), other.index = __shfl_xor_sync(~0u, best.index, int(d));
-      best.merge(other);
-    }
-    return best;
+    return sharing.best(best);
   }
 };
 
-// Lanes' share of a sample, where arrays are channels last.
-template <int K, Order order> class LastRows {
-  // What is summed over positions, by one of a position's lanes.
-  template <class Own> struct OfFirst {
-    const bool& counts;
-    Own own;
-    template <class... X> __device__ __forceinline__ void add(const X&... x) {
-      if (counts) own.add(x...);
-    }
-  };
-
+// Lanes' share of a sample.
+template <int K, Order order> class Rows : public SharedPoints<order> {
  public:
   const int64_t n, c = 0;
-  __device__ LastRows(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes)
-      : n(block<order>() / parts), extent_(extent), values_(values), part_(block<order>() % parts), parts_(parts), lanes_(lanes) {}
+  __device__ Rows(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing)
+      : n(block<order>() / parts), extent_(extent), values_(values), sharing_(sharing), part_(block<order>() % parts), parts_(parts) {}
   template <class F> __device__ __forceinline__ void each(const F& f) {
-    const int S = extent_.positions(), own = int(threadIdx.x % 32 / lanes_), step = int(parts_ * kPlaneThreads / lanes_);
-    for (int i = int((part_ * kPlaneThreads + threadIdx.x / 32 * 32) / lanes_); i < S; i += step) {  // a warp together
+    const int S = extent_.positions(), own = int(sharing_.point()), step = int(sharing_.points());
+    for (int i = int(part_) * step; i < S; i += int(parts_) * step) {  // a block together
       const bool active = i + own < S;
-      counts_ = active && threadIdx.x % lanes_ == 0;
-      f(RowPoint<K>{{extent_, values_, n, 0, 1, active ? i + own : S - 1, 0, true}, lanes_, active});
+      this->counts_ = active && sharing_.lane() == 0;
+      f(RowPoint<K>{{extent_, values_, n, 0, 1, active ? i + own : S - 1, 0, true}, sharing_, active});
     }
-  }
-  __device__ __forceinline__ OfFirst<Sum> sum() const { return {counts_, {}}; }
-  __device__ __forceinline__ OfFirst<ShiftedSums> moments() const { return {counts_, {}}; }
-  __device__ __forceinline__ OfFirst<LargestOf<false>> largest() const { return {counts_, {}}; }
-  __device__ __forceinline__ OfFirst<LargestOf<false>> largest_value() const { return {counts_, {}}; }
-  __device__ __forceinline__ OfFirst<LargestOf<true>> pool_largest() const { return {counts_, {}}; }
-  __device__ void reduce(double* out, OfFirst<Sum>& sum) const {
-    const double value = block_sum(sum.own.value());
-    if (threadIdx.x == 0) out[block<order>()] = value;
-  }
-  __device__ void reduce(Moments<double>* out, const OfFirst<ShiftedSums>& sums) const {
-    const Moments<double> value = block_moments(sums.own);
-    if (threadIdx.x == 0) out[block<order>()] = value;
-  }
-  template <bool kPool> __device__ void reduce(Largest<kPool>* out, const OfFirst<LargestOf<kPool>>& found) const {
-    const Largest<kPool> value = block_largest(found.own.value());
-    if (threadIdx.x == 0) out[block<order>()] = value;
   }
 
  private:
   const Extent& extent_;
   const value_t* values_;
-  const unsigned part_, parts_, lanes_;
-  bool counts_ = false;
+  const Sharing& sharing_;
+  const unsigned part_, parts_;
 };
 
 }  // namespace load

@@ -7,13 +7,13 @@
 //           the value alone; add(x), of these add(x, point); reduce(out, of those)
 //   point   T; n, c; is_at(place), is it that position of its plane?; v(), read(p), write(p, x), shared(p), kept(…); channels(C, f), channel(c);
 //           window(pool, fine, f), chosen(pool, fine, place); spread(pool, coarse, f), the sum over all windows that hold it; largest(), smallest(),
-//           zero(); of a padded pool's window inside: is there such a position?
+//           zero(); total(), to begin a sum of many terms with, and all(that); of a padded pool's window inside: is there such a position?
 //           on a CPU lazily(mask, f): f's value where the mask is set, else 0; replace_v(x), for passes behind that ask for v(); of its plane
-//           held(count), room for values of a point; total(), to begin a sum of many terms with, and all(that); of windows of whole rows,
-//           whose positions come as vectors, row_total(), largest_row(), smallest_row() and all(those)
+//           held(count), room for values of a point; of windows of whole rows, whose positions come as vectors, row_total(), largest_row(),
+//           smallest_row() and all(those)
 //   Block   index; each(count, f) with lanes: sum(count, f), merge(moments or maxima, count), write(p, x)
 // and on a GPU of(p, i), a small array's value of a channel or, channels last, of neighbours, as a plane and a point then have in the place of c;
-// of a point largest_channel(), smallest_channel() and channel_zero() to begin with, and all(of those): what lanes that share channels have made
+// of a point largest_channel(), smallest_channel() and channel_total() to begin with, and all(of those): what lanes that share channels have made
 // of them together; of a block, each_channel(C, f), of those that are its share; of a point, turned(p) and write_turned(p, x), of the array that may
 // lie channels last alone, write_operand(p, x), of what is convolved next, mostly that array, too; of a plane rest(pool, fine, f), of positions in no window.
 #pragma once

@@ -2,11 +2,12 @@
 // `parts`; their sums are merged later, in their order.
 //
 // A thread takes kPack neighbours (load/points.cuh) at a time, at multiples of so many in the whole array; what stands before the first and
-// after the last such in a plane goes alone. Channels last shares are load/last.cuh's.
+// after the last such in a plane goes alone. Channels last shares are load/last.cuh's, and those of points of many terms load/shared.cuh's.
 #pragma once
 #include "load/last.cuh"
 #include "load/points.cuh"
 #include "load/reduce.cuh"
+#include "load/shared.cuh"
 
 namespace load {
 
@@ -131,20 +132,44 @@ void planes(const Pass& pass, const Extent& extent, const value_t* values, Parts
   }
 }
 
+// Of a pass whose points' windows are whole axes, of so many terms, side by side in a plane if is_row.
+template <class Pass, Order order>
+void axes(const Pass& pass, const Extent& extent, int64_t terms, bool is_row, const value_t* values, Parts<order> parts, cudaStream_t stream) {
+  const int64_t S = extent.positions();
+  const Sharing sharing = shared_by(terms, extent.N * extent.C * S, kLast ? extent.C : is_row ? 1 : S);
+  const unsigned points = kPlaneThreads / sharing.lanes;
+  unsigned across = 1;
+  if (kLast && !Pass::kSums)
+    while (across < points && across < extent.C) across *= 2;
+  if (!Pass::kSums) parts.count = (S * across + points - 1) / points;
+  const int64_t blocks = extent.N * ((extent.C + across - 1) / across) * parts.count;
+  if (!blocks) return;
+  launch_early(planes_kernel<kPlaneBlocks, AxisPlane<order>, Pass, Sharing, unsigned>, blocks, kPlaneThreads, stream, pass, extent, values,
+               unsigned(parts.count), sharing, across);
+}
+
 // Of a pass by sample, whose extent has no channels; C: those of its arrays.
 template <int K, class Pass, Order order>
-void in_rows(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, Parts<order> parts, cudaStream_t stream) {
-  using ThePlane = LastRows<K, order>;
+void in_rows(const Pass& pass, const Extent& extent, const value_t* values, Parts<order> parts, const Sharing& sharing, cudaStream_t stream) {
   const int64_t blocks = extent.N * parts.count;
   if (!blocks || !extent.positions()) return;
-  launch_early(planes_kernel<kRowBlocks, ThePlane, Pass, unsigned>, blocks, kPlaneThreads, stream, pass, extent, values, unsigned(parts.count),
-               lanes_of_row(C, K));
+  launch_early(planes_kernel<kRowBlocks, Rows<K, order>, Pass, Sharing>, blocks, kPlaneThreads, stream, pass, extent, values,
+               unsigned(parts.count), sharing);
 }
+// In planes a thread has a position's channels by itself, where those fill a GPU.
 template <class Pass, Order order>
 void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, Parts<order> parts, cudaStream_t stream) {
-  if constexpr (!kLast) planes(pass, extent, values, parts, stream);
-  else if (C % kPack) in_rows<1>(pass, extent, C, values, parts, stream);
-  else in_rows<kPack>(pass, extent, C, values, parts, stream);
+  if constexpr (kLast) {
+    if (C % kPack) in_rows<1>(pass, extent, values, parts, {lanes_of_row(C, 1), 1}, stream);
+    else in_rows<kPack>(pass, extent, values, parts, {lanes_of_row(C, kPack), 1}, stream);
+  } else {
+    const int64_t S = extent.positions();
+    const Sharing sharing = shared_by(C, extent.N * S, S);
+    if (sharing.lanes == 1) return planes(pass, extent, values, parts, stream);
+    const unsigned points = kPlaneThreads / sharing.lanes;
+    if (!Pass::kSums) parts.count = (S + points - 1) / points;
+    in_rows<1>(pass, extent, values, parts, sharing, stream);
+  }
 }
 
 // How many parts of a plane's sums are left, merged into `out` where there are many.

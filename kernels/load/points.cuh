@@ -105,6 +105,27 @@ template <class E, int K> __device__ __forceinline__ auto of(const E* from, cons
 template <class P> __device__ __forceinline__ bool is_in(int at, int size) { return !P::kPads || unsigned(at) < unsigned(size); }
 template <class P> __device__ __forceinline__ int nearest_in(int at, int size) { return P::kPads ? min(max(at, 0), size - 1) : at; }
 
+// A point's sum of many terms: a few as they are, these in double.
+template <class T> class Total {
+ public:
+  template <class X> __device__ __forceinline__ void operator+=(const X& x) {
+    few_ += x;
+    if (++count_ % kFew == 0) all_ += few_, few_ = T{};
+  }
+  __device__ __forceinline__ T value() const {
+    const auto all = all_ + few_;
+    if constexpr (is_pack<T>) return lanes<T::size>([&](int i) { return real(all.at[i]); });
+    else return T(all);
+  }
+
+ private:
+  static constexpr unsigned kFew = 32;
+  using Double = decltype(double() * T());
+  T few_{};
+  Double all_{};
+  unsigned count_ = 0;
+};
+
 template <int K> struct OfSeveral;
 
 // K neighbouring positions of plane (n, c) of a level with C channels; or, `across`, K neighbouring channels of one position.
@@ -196,10 +217,11 @@ template <int K, bool across = false> struct Point {
   }
 
   // What is made of them begins with these, and is what `all` gives of that.
-  __device__ __forceinline__ T channel_zero() const { return zero(); }
+  __device__ __forceinline__ Total<T> channel_total() const { return {}; }
   __device__ __forceinline__ auto largest_channel() const { return largest(); }
   __device__ __forceinline__ auto smallest_channel() const { return smallest(); }
   template <class X> __device__ __forceinline__ X all(const X& x) const { return x; }
+  __device__ __forceinline__ T all(const Total<T>& x) const { return x.value(); }
 
   // ------------------------------------------------------------------------------- windows; of single positions
   // `at`: a place in this point's window; of a single channel.
@@ -251,6 +273,7 @@ template <int K, bool across = false> struct Point {
 
   __device__ __forceinline__ Extreme<1, T> largest() const { return {}; }
   __device__ __forceinline__ Extreme<-1, T> smallest() const { return {}; }
+  __device__ __forceinline__ Total<T> total() const { return {}; }  // of many terms
   __device__ __forceinline__ T zero() const {
     if constexpr (K == 1) return 0;
     else return splat<K>(real(0));

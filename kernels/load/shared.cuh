@@ -1,0 +1,154 @@
+// Points that some neighbours of a warp have together, each with some of a point's terms: of its channels (load/last.cuh), or of a window that is
+// a whole axis. What they make of those is merged between them, in a fixed order, and all have it; what is made at a point counts once.
+#pragma once
+#include <algorithm>
+
+#include "load/points.cuh"
+#include "load/reduce.cuh"
+
+namespace load {
+
+// The threads of a block that share a point: `lanes`, each `apart`-th; so many neighbours have as many points, side by side in memory. Powers of two,
+// of which the second is at most a warp.
+struct Sharing {
+  unsigned lanes, apart;
+  __device__ __forceinline__ unsigned lane() const { return threadIdx.x / apart % lanes; }
+  __device__ __forceinline__ unsigned points() const { return kPlaneThreads / lanes; }  // of a block
+  __device__ __forceinline__ unsigned point() const { return threadIdx.x / (lanes * apart) * apart + threadIdx.x % apart; }  // of those
+  // Of all lanes, which get it; a block together.
+  __device__ __forceinline__ real sum(real x) const {
+    for (unsigned d = apart; d < min(lanes * apart, 32u); d *= 2) x += __shfl_xor_sync(~0u, x, int(d));
+    if (lanes * apart <= 32) return x;
+    __shared__ real of_warps[kPlaneThreads];
+    of_warps[threadIdx.x] = x;
+    __syncthreads();  // every warp's is there
+    x = 0;
+    for (unsigned t = first(); t < first() + lanes * apart; t += 32) x += of_warps[t];
+    __syncthreads();  // they may be written again
+    return x;
+  }
+  template <int sign> __device__ __forceinline__ Extreme<sign, real> best(Extreme<sign, real> x) const {
+    for (unsigned d = apart; d < min(lanes * apart, 32u); d *= 2) {
+      Extreme<sign, real> other;
+      other.value = __shfl_xor_sync(~0u, x.value, int(d)), other.index = __shfl_xor_sync(~0u, x.index, int(d));
+      x.merge(other);
+    }
+    if (lanes * apart <= 32) return x;
+    __shared__ real of_warps[kPlaneThreads];
+    __shared__ int places[kPlaneThreads];
+    of_warps[threadIdx.x] = x.value, places[threadIdx.x] = x.index;
+    __syncthreads();  // every warp's is there
+    x = {};
+    for (unsigned t = first(); t < first() + lanes * apart; t += 32) {
+      Extreme<sign, real> other;
+      other.value = of_warps[t], other.index = places[t];
+      x.merge(other);
+    }
+    __syncthreads();  // they may be written again
+    return x;
+  }
+
+ private:
+  // Of the point's threads, the first in its first warp.
+  __device__ __forceinline__ unsigned first() const { return threadIdx.x / (lanes * apart) * (lanes * apart) + threadIdx.x % apart; }
+};
+
+// How lanes share points of so many terms: until threads fill a GPU, each with some terms. Neighbours in memory are some points, or, where those are
+// none, a point's terms: then a warp's lanes read those.
+constexpr int64_t kFill = 1 << 18;
+inline Sharing shared_by(int64_t terms, int64_t points, int64_t neighbours) {
+  constexpr unsigned kSector = 32 / sizeof(value_t);
+  unsigned apart = 1, lanes = 1;
+  while (apart < kSector && apart < neighbours) apart *= 2;
+  while (lanes * apart < kPlaneThreads && 8 * lanes <= terms && (points * lanes < kFill || (neighbours == 1 && lanes < 32))) lanes *= 2;
+  return {lanes, apart};
+}
+
+// What is made of points, by one of a point's lanes: where it `counts`.
+template <class Own> struct Once {
+  const bool& counts;
+  Own own;
+  template <class... X> __device__ __forceinline__ void add(const X&... x) {
+    if (counts) own.add(x...);
+  }
+};
+template <Order order> class SharedPoints {
+ public:
+  __device__ __forceinline__ Once<Sum> sum() const { return {counts_, {}}; }
+  __device__ __forceinline__ Once<ShiftedSums> moments() const { return {counts_, {}}; }
+  __device__ __forceinline__ Once<LargestOf<false>> largest() const { return {counts_, {}}; }
+  __device__ __forceinline__ Once<LargestOf<false>> largest_value() const { return {counts_, {}}; }
+  __device__ __forceinline__ Once<LargestOf<true>> pool_largest() const { return {counts_, {}}; }
+  // One of a plane's `parts` values.
+  __device__ void reduce(double* out, Once<Sum>& sum) const {
+    const double value = block_sum(sum.own.value());
+    if (threadIdx.x == 0) out[block<order>()] = value;
+  }
+  __device__ void reduce(Moments<double>* out, const Once<ShiftedSums>& sums) const {
+    const Moments<double> value = block_moments(sums.own);
+    if (threadIdx.x == 0) out[block<order>()] = value;
+  }
+  template <bool kPool> __device__ void reduce(Largest<kPool>* out, const Once<LargestOf<kPool>>& found) const {
+    const Largest<kPool> value = block_largest(found.own.value());
+    if (threadIdx.x == 0) out[block<order>()] = value;
+  }
+
+ protected:
+  bool counts_ = false;
+};
+
+// A point whose window is a whole axis. One that is not `active` has no places in it.
+struct AxisPoint : Point<1> {
+  Sharing sharing;
+  bool active;
+  template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
+    if (active && sharing.lane() == 0) Point<1>::write(to, x);
+  }
+  template <class P, class F> __device__ __forceinline__ void window(P, const Extent& fine, const F& f) const {
+    static_assert(P::kApart);
+    const Coordinates w = coordinates(extent, position);
+    const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine), end = active ? kd * kh * kw : 0;
+    const int first = (P::front(fine, w.d) * fine.H + P::top(fine, w.h)) * fine.W + P::left(fine, w.w);
+#pragma unroll 4
+    for (int place = int(sharing.lane()); place < end; place += int(sharing.lanes)) {
+      const int row = place / kw, j = P::kDepth == 1 ? row : row % kh, i = P::kDepth == 1 ? 0 : row / kh;
+      f(Point<1>{fine, values, n, c, C, first + (i * fine.H + j) * fine.W + place % kw, place, true});
+    }
+  }
+  __device__ __forceinline__ Total<real> axis_total() const { return {}; }
+  __device__ __forceinline__ Extreme<1, real> largest_axis() const { return {}; }
+  __device__ __forceinline__ Extreme<-1, real> smallest_axis() const { return {}; }
+  __device__ __forceinline__ real all(const Total<real>& x) const { return sharing.sum(x.value()); }
+  template <int sign> __device__ __forceinline__ Extreme<sign, real> all(const Extreme<sign, real>& x) const { return sharing.best(x); }
+};
+
+// A block's share of a plane, or, channels last, of `across` neighbouring ones.
+template <Order order> class AxisPlane : public SharedPoints<order> {
+ public:
+  const int64_t n, c;
+  __device__ AxisPlane(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing, unsigned across)
+      : AxisPlane(extent, values, parts, sharing, across, (unsigned(extent.C) + across - 1) / across) {}
+  template <class F> __device__ __forceinline__ void each(const F& f) {
+    const int S = extent_.positions(), own = int(sharing_.point() / across_), step = int(sharing_.points() / across_);
+    for (int i = int(part_) * step; i < S; i += int(parts_) * step) {  // a block together
+      const bool active = is_channel_ && i + own < S;
+      this->counts_ = active && sharing_.lane() == 0;
+      f(AxisPoint{{extent_, values_, n, c, extent_.C, i + own < S ? i + own : S - 1, 0, true}, sharing_, active});
+    }
+  }
+
+ private:
+  __device__ AxisPlane(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing, unsigned across, unsigned tiles)
+      : AxisPlane(extent, values, parts, sharing, across, tiles, block<order>() / parts % tiles * across + sharing.point() % across) {}
+  __device__ AxisPlane(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing, unsigned across, unsigned tiles,
+                       unsigned channel)
+      : n(block<order>() / parts / tiles), c(channel < unsigned(extent.C) ? channel : extent.C - 1), extent_(extent), values_(values),
+        sharing_(sharing), part_(block<order>() % parts), parts_(parts), across_(across), is_channel_(channel < unsigned(extent.C)) {}
+  const Extent& extent_;
+  const value_t* values_;
+  const Sharing& sharing_;
+  const unsigned part_, parts_, across_;
+  const bool is_channel_;
+};
+
+}  // namespace load
