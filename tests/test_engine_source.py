@@ -624,6 +624,8 @@ def test_each_pass_goes_the_other_way(monkeypatch):
         ("of a stem", "float", "90a", 1),
         ("of volumes", "bfloat16_t", "90a", 0),
         ("in front", "bfloat16_t", "90a", 0),
+        ("over an axis", "float", "90a", 0),
+        ("over an axis", "bfloat16_t", "90a", 1),
     ],
 )
 def test_kernels_compile_without_spills(number, value, architecture, last, monkeypatch, tmp_path):
@@ -635,6 +637,8 @@ def test_kernels_compile_without_spills(number, value, architecture, last, monke
         x = torch.randn(2, 1, *(8,) * (3 if number == "of volumes" else 2))
     elif number == "in front":
         model, x = InFront("norm", 64), torch.randn(2, 64, 8, 8)
+    elif number == "over an axis":
+        model, x = OverAxis(-1), torch.randn(2, 1, 8, 8)
     else:
         model, x = problem(number)
     segment, arguments, of_y = (OfInFront if number == "in front" else Run).asked(model, x)

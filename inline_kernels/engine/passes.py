@@ -9,7 +9,8 @@ that is pointwise is computed again where it is used. Each array is written by o
 
 What is computed inside a pass and what becomes an array follows from where a node is used: a reduction over channels can be had in a pass by
 sample alone, windows anywhere but inside a loop over channels, and nothing is reduced at the windows that a finer pass looks up. A pass comes
-as early as its arrays allow; sums that no other pass waits for join a later pass over the same planes.
+as early as its arrays allow; sums that no other pass waits for join a later pass over the same planes. On a GPU a pass over windows that are whole
+axes walks over them as often as it takes (`walked_again`): for what is made of what it has reduced them to, and for y.
 """
 
 from __future__ import annotations
@@ -71,13 +72,14 @@ PARTS = {"sum": "sums", "mean": "moments", "m2": "moments", "most": "largest", "
 
 @dataclass
 class Planes:
-    """A pass over the positions of `level`, by sample, or by channel of one. finer: of its targets the sums over the level below, whose windows it walks
-    over anyway."""
+    """A pass over the positions of `level`, by sample, or by channel of one. Of its targets, of the level below: finer, sums, whose windows it walks over
+    anyway; within, what it writes in a last walk over them."""
 
     level: str
     by_sample: bool
     targets: list[Key] = field(default_factory=list)
     finer: list[Key] = field(default_factory=list)
+    within: list[Key] = field(default_factory=list)
 
 
 @dataclass
@@ -330,7 +332,7 @@ class Program:
 
     def _walk(self, node: Node, where: str) -> None:
         """Finds what has to be an array for `node` to be computed at a point: of a plane by "sample" or by channel ("point"), in a loop over
-        "channels", in a "window", or at a window that is "looked up"."""
+        "channels", in a "window" (or, of a point's window that is walked again, by that level's name), or at a window that is "looked up"."""
         if node in self.given or is_static(node) or node.op == "leaf":
             return
         if node.space.small:
@@ -355,8 +357,9 @@ class Program:
             if scattered or where in ("channels", "looked up") or (where == "sample" and node.space.c):
                 self._want(node, node.space)
             else:
+                inside = self._level_inside(node, where == "point") or "window"
                 for a in node.args:
-                    self._walk(a, where if a.op == "pick" else "window")
+                    self._walk(a, where if a.op == "pick" else inside)
         elif node.op == "put":
             values, index = node.args
             if index.attr[0] == "c":
@@ -368,6 +371,8 @@ class Program:
             else:
                 self._want(index, index.space)
                 self._look_up(values)
+        elif node.op == "upsample" and node.attr == where:  # the point's own
+            self._walk(node.args[0], "point")
         elif node.op == "upsample":
             self._look_up(node.args[0])
         elif node.op in ("sum", "pick", "take", "group", "variance"):
@@ -377,6 +382,14 @@ class Program:
         else:
             for a in node.args:
                 self._walk(a, where)
+
+    def walks_again(self, level: str) -> bool:
+        """May a pass by channel over windows of the level read at their positions what it has made of them? Where lanes share a window."""
+        return not self.on_cpu and level != "e" and None in self.graph.levels[level].window
+
+    def _level_inside(self, node: Node, is_point: bool) -> str:
+        """Of a reduction over windows of a point: their level, if they are walked again."""
+        return node.space.level if is_point and self.walks_again(node.space.level) else ""
 
     def _look_up(self, node: Node) -> None:
         """Of a window's positions. A CPU would compute it again for each of them."""
@@ -421,27 +434,30 @@ class Program:
             return self.root_of[key].space if key in self.root_of else key.node.space
         return key.source.space
 
-    def needs(self, key: Key) -> dict[Key, bool]:
+    def needs(self, key: Key, within: str = "") -> dict[Key, bool]:
         """The arrays that a planes pass reads for a target, or computes on the way; with it, is it looked up: another window's, or channel's,
-        that an earlier pass has to have written?"""
+        that an earlier pass has to have written? within: the level whose windows the pass walks over to make it."""
         found: dict[Key, bool] = {}
-        seen: set[tuple[Node, bool]] = set()
+        seen: set[tuple[Node, bool, str]] = set()
 
-        def visit(node: Node, top: bool, looks_up: bool) -> None:
-            if (node, looks_up) in seen and not top:
+        def visit(node: Node, top: bool, looks_up: bool, inside: str) -> None:
+            if (node, looks_up, inside) in seen and not top:
                 return
-            seen.add((node, looks_up))
+            seen.add((node, looks_up, inside))
             own = Key("value", node)
             if node in self.given or is_static(node) or node.op == "leaf":
                 return
             if node.space.small or (not top and own in self.wanted):
                 found[own] = found.get(own, False) or looks_up
                 return
+            is_own = node.op == "upsample" and node.attr == inside
             of_windows = node.op == "upsample" or (node.op == "put" and over_windows(node.args[1]))
+            if over_windows(node):
+                inside = self._level_inside(node, not (inside or looks_up or self.wanted[key])) or "window"
             for a in node.args:
-                visit(a, False, looks_up or of_windows)
+                visit(a, False, looks_up or (of_windows and not is_own), "" if is_own else inside)
 
-        visit(key.source, key.what == "value", False)
+        visit(key.source, key.what == "value", False, within)
         return found
 
     def _order(self) -> None:
@@ -469,6 +485,7 @@ class Program:
 
         for key in self.wanted:
             planes_stage(key)
+        self._draw_in(stage, domain, small_stage)
         self._delay(stage, domain)
         small_stage.cache_clear()  # sums may have moved to a later pass, and what is made of them with them
         smalls = {
@@ -484,9 +501,40 @@ class Program:
             groups: dict[tuple, Planes] = {}
             for key in self.wanted:
                 if stage[key] == now:
-                    groups.setdefault(domain[key], Planes(*domain[key])).targets.append(key)
+                    each = groups.setdefault(domain[key], Planes(*domain[key]))
+                    each.targets.append(key)
+                    if self._space_of(key).level != each.level:
+                        each.within.append(key)
             self.passes += self._joined(groups)
             self.passes += self._small_passes([key for key in self.small if smalls[key] == now])
+
+    def _draw_in(self, stage: dict[Key, int], domain: dict[Key, tuple], small_stage) -> None:
+        """y is written by the pass that makes the last of what it looks up, where its positions lie in the windows of that: then all is read there."""
+        for key in [
+            key for key, root in self.root_of.items() if root.kind == "output" and key in self.wanted
+        ]:
+            level, by_sample = domain[key]
+            above = [
+                name
+                for name, of in self.graph.levels.items()
+                if of.parent == level and self.walks_again(name)
+            ]
+            for name in above if not by_sample else ():
+                needs = self.needs(key, within=name)
+                before = [
+                    stage[need] + (looks_up or domain[need] != (name, False))
+                    if need in self.wanted
+                    else small_stage(need.node) + 1
+                    for need, looks_up in needs.items()
+                ]
+                now = max(before, default=0)
+                own = [
+                    need
+                    for need, looks_up in needs.items()
+                    if not looks_up and domain.get(need) == (name, False)
+                ]
+                if now < stage[key] and any(stage[need] == now for need in own):
+                    stage[key], domain[key] = now, (name, False)
 
     def _joined(self, groups: dict[tuple, Planes]) -> list[Planes]:
         """The passes of a stage: sums by channel are had by one that walks over windows of the same positions."""

@@ -62,9 +62,10 @@ class PlaneText(PassText):
         finer = self.finer = list(each.finer)
         if self.program.on_cpu and self._is_of_rows(each, terms.values()):
             self.rows = each.level
-        if not self.program.on_cpu and self._is_of_axes(each):
+        if self.program.walks_again(each.level) and not each.by_sample:
             self.axis = each.level
-        self._prepare([node for key, node in terms.items() if key not in finer], point)
+        within = [key.source for key in each.within]
+        self._prepare([node for key, node in terms.items() if key not in finer], point, within)
         self.lazy = self._lazy(terms.values()) if self.program.on_cpu else set()
         totals, ends, last = [], [], None
         closes = self.program.closes
@@ -76,6 +77,8 @@ class PlaneText(PassText):
             ends.append(f"plane.note(passes, any{names});")
         for key, node in terms.items():
             array = self.program.arrays[key]
+            if key in each.within:
+                continue
             if key.what == "value":
                 to = self.pointer(array, written=True)
                 if each.by_sample and array.space.c:
@@ -97,6 +100,16 @@ class PlaneText(PassText):
                 point.lines.append(f"{name}.add({term}{', at' * (key.what == 'largest')});")
             ends.append(f"plane.reduce({self.pointer(array, written=True)}, {name});")
         self._leave(each, last)
+        if within:
+            parent = self.graph.levels[each.level].parent
+            inner = Scope("point", "e", parent, "at.n", "at.c", [], point, axis=each.level)
+            self._prepare(within, inner)
+            for key in each.within:
+                array = self.program.arrays[key]
+                to, value = self.pointer(array, written=True), self._broadcast(key.source, inner)
+                inner.lines.append(f"e.{self._writing(array, False)}({to}, {value});")
+            head = f"at.window({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
+            point.lines += [head, *indented(inner.lines), "});"]
         if last:
             point.lines += [
                 f"at.channels({self.number('C')}, [&](const auto& e) {{",
@@ -158,11 +171,6 @@ class PlaneText(PassText):
             return False
         known = walk(terms, lambda node: () if self._array(node) else node.args)
         return not any(over_channels(node) for node in known if not self._array(node))
-
-    def _is_of_axes(self, each: Planes) -> bool:
-        """Are a point's windows whole axes, and what is made in those the point's alone?"""
-        level = self.graph.levels.get(each.level)
-        return bool(level) and None in level.window and not (each.by_sample or each.finer)
 
     def _leave(self, each: Planes, last: Scope | None) -> None:
         """Sets `known_with_v`, if an element's v is read last where each element comes once; and leaves there what passes behind find."""
@@ -231,16 +239,18 @@ class PlaneText(PassText):
         known = walk(index.args, lambda node: () if self._array(node) else node.args)
         return not level.is_apart and of in known
 
-    def _prepare(self, nodes: Sequence[Node], scope: Scope) -> None:
-        """Makes the reductions over channels and windows that these nodes hang on at this point, loop by loop."""
+    def _prepare(self, nodes: Sequence[Node], scope: Scope, within: Sequence[Node] = ()) -> None:
+        """Makes the reductions over channels and windows that these nodes hang on at this point, loop by loop; within: nodes of positions in its window,
+        if that is walked again (`Program.walks_again`)."""
         depth: dict[Node, int] = {}
-        seen: dict[Node, int] = {}
+        seen: dict[tuple[Node, str], int] = {}
+        again = self.axis if scope is self.point else ""
 
-        def visit(node: Node) -> int:
-            """The number of loops before the node is known."""
-            if node in seen:
-                return seen[node]
-            seen[node] = 0
+        def visit(node: Node, inside: str = "") -> int:
+            """The number of loops before the node is known. inside: the level of the window, in which it is met, that is walked again."""
+            if (node, inside) in seen:
+                return seen[node, inside]
+            seen[node, inside] = 0
             if (
                 self._array(node)
                 or is_static(node)
@@ -249,25 +259,33 @@ class PlaneText(PassText):
                 or node is self.finds
             ):
                 return 0
+            args, meets = node.args, inside
             reduces = over_channels(node) or over_windows(node)
             if reduces and node.op != "take":
-                inner = node.args if over_channels(node) else ()
-                seen[node] = depth[node] = 1 + max((visit(a) for a in inner), default=0)
+                if over_windows(node):
+                    meets = "" if inside else again
+                    args = node.args if meets else ()
+                depth[node] = 1 + max((visit(a, meets) for a in args), default=0)
+                found = depth[node]
             elif reduces:  # take
                 of, index = node.args
-                inner = visit(of) if over_channels(node) else 0
-                seen[node] = max(visit(index), inner)
-                if depth.get(index, 0) > inner and of is not index.args[0] and self._is_kept(of, index):
+                before = visit(of, inside) if over_channels(node) else 0
+                found = max(visit(index, inside), before)
+                if depth.get(index, 0) > before and of is not index.args[0] and self._is_kept(of, index):
                     self.takes.setdefault(index, []).append(node)
-            elif node.op in ("put", "upsample"):
-                inner = node.args if node.op == "put" and not over_windows(node.args[1]) else ()
-                seen[node] = max((visit(a) for a in inner), default=0)
             else:
-                seen[node] = max((visit(a) for a in node.args), default=0)
-            return seen[node]
+                if node.op == "put" and over_windows(node.args[1]):
+                    args = ()
+                elif node.op == "upsample":
+                    args, meets = (args, "") if node.attr == inside else ((), "")
+                found = max((visit(a, meets) for a in args), default=0)
+            seen[node, inside] = found
+            return found
 
         for node in nodes:
             visit(node)
+        for node in within:
+            visit(node, again)
         groups: dict[tuple, list[Node]] = {}
         for node, number in depth.items():
             if not scope.knows(node):

@@ -136,7 +136,7 @@ void planes(const Pass& pass, const Extent& extent, const value_t* values, Parts
 template <class Pass, Order order>
 void axes(const Pass& pass, const Extent& extent, int64_t terms, bool is_row, const value_t* values, Parts<order> parts, cudaStream_t stream) {
   const int64_t S = extent.positions();
-  const Sharing sharing = shared_by(terms, extent.N * extent.C * S, kLast ? extent.C : is_row ? 1 : S);
+  const Sharing sharing = shared_by(terms, extent.N * extent.C * S, kLast ? extent.C : S, is_row && !kLast);
   const unsigned points = kPlaneThreads / sharing.lanes;
   unsigned across = 1;
   if (kLast && !Pass::kSums)
@@ -156,7 +156,7 @@ void in_rows(const Pass& pass, const Extent& extent, const value_t* values, Part
   launch_early(planes_kernel<kRowBlocks, Rows<K, order>, Pass, Sharing>, blocks, kPlaneThreads, stream, pass, extent, values,
                unsigned(parts.count), sharing);
 }
-// In planes a thread has a position's channels by itself, where those fill a GPU.
+// In planes a thread has a few channels by itself.
 template <class Pass, Order order>
 void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, Parts<order> parts, cudaStream_t stream) {
   if constexpr (kLast) {
@@ -164,7 +164,7 @@ void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t*
     else in_rows<kPack>(pass, extent, values, parts, {lanes_of_row(C, kPack), 1}, stream);
   } else {
     const int64_t S = extent.positions();
-    const Sharing sharing = shared_by(C, extent.N * S, S);
+    const Sharing sharing = shared_by(C, extent.N * S, S, false);
     if (sharing.lanes == 1) return planes(pass, extent, values, parts, stream);
     const unsigned points = kPlaneThreads / sharing.lanes;
     if (!Pass::kSums) parts.count = (S + points - 1) / points;

@@ -1,8 +1,6 @@
 // Points that some neighbours of a warp have together, each with some of a point's terms: of its channels (load/last.cuh), or of a window that is
 // a whole axis. What they make of those is merged between them, in a fixed order, and all have it; what is made at a point counts once.
 #pragma once
-#include <algorithm>
-
 #include "load/points.cuh"
 #include "load/reduce.cuh"
 
@@ -53,14 +51,15 @@ struct Sharing {
   __device__ __forceinline__ unsigned first() const { return threadIdx.x / (lanes * apart) * (lanes * apart) + threadIdx.x % apart; }
 };
 
-// How lanes share points of so many terms: until threads fill a GPU, each with some terms. Neighbours in memory are some points, or, where those are
-// none, a point's terms: then a warp's lanes read those.
-constexpr int64_t kFill = 1 << 18;
-inline Sharing shared_by(int64_t terms, int64_t points, int64_t neighbours) {
+// How lanes share points of so many terms. Neighbours in memory are some points: then each lane has 16 terms, so that the L1 cache still has those
+// of a block when it reads them again, or fewer until threads fill a GPU; or a point's terms, if is_row, which a warp's lanes then read together.
+constexpr int64_t kFill = 1 << 16;
+inline Sharing shared_by(int64_t terms, int64_t points, int64_t neighbours, bool is_row) {
   constexpr unsigned kSector = 32 / sizeof(value_t);
   unsigned apart = 1, lanes = 1;
-  while (apart < kSector && apart < neighbours) apart *= 2;
-  while (lanes * apart < kPlaneThreads && 8 * lanes <= terms && (points * lanes < kFill || (neighbours == 1 && lanes < 32))) lanes *= 2;
+  const auto fills = [&] { return is_row ? lanes >= 32 && points * lanes >= 2 * kFill : points * lanes >= kFill && 32 * lanes > terms; };
+  while (!is_row && apart < kSector && apart < neighbours) apart *= 2;
+  while (lanes * apart < kPlaneThreads && 8 * lanes <= terms && !fills()) lanes *= 2;
   return {lanes, apart};
 }
 
@@ -122,7 +121,7 @@ struct AxisPoint : Point<1> {
   template <int sign> __device__ __forceinline__ Extreme<sign, real> all(const Extreme<sign, real>& x) const { return sharing.best(x); }
 };
 
-// A block's share of a plane, or, channels last, of `across` neighbouring ones.
+// A block's share of a plane, or, channels last, of `across` neighbouring ones; behind the last one that once more.
 template <Order order> class AxisPlane : public SharedPoints<order> {
  public:
   const int64_t n, c;
@@ -131,7 +130,7 @@ template <Order order> class AxisPlane : public SharedPoints<order> {
   template <class F> __device__ __forceinline__ void each(const F& f) {
     const int S = extent_.positions(), own = int(sharing_.point() / across_), step = int(sharing_.points() / across_);
     for (int i = int(part_) * step; i < S; i += int(parts_) * step) {  // a block together
-      const bool active = is_channel_ && i + own < S;
+      const bool active = i + own < S;
       this->counts_ = active && sharing_.lane() == 0;
       f(AxisPoint{{extent_, values_, n, c, extent_.C, i + own < S ? i + own : S - 1, 0, true}, sharing_, active});
     }
@@ -139,16 +138,13 @@ template <Order order> class AxisPlane : public SharedPoints<order> {
 
  private:
   __device__ AxisPlane(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing, unsigned across, unsigned tiles)
-      : AxisPlane(extent, values, parts, sharing, across, tiles, block<order>() / parts % tiles * across + sharing.point() % across) {}
-  __device__ AxisPlane(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing, unsigned across, unsigned tiles,
-                       unsigned channel)
-      : n(block<order>() / parts / tiles), c(channel < unsigned(extent.C) ? channel : extent.C - 1), extent_(extent), values_(values),
-        sharing_(sharing), part_(block<order>() % parts), parts_(parts), across_(across), is_channel_(channel < unsigned(extent.C)) {}
+      : n(block<order>() / parts / tiles),
+        c(min(block<order>() / parts % tiles * across + sharing.point() % across, unsigned(extent.C) - 1)), extent_(extent),
+        values_(values), sharing_(sharing), part_(block<order>() % parts), parts_(parts), across_(across) {}
   const Extent& extent_;
   const value_t* values_;
   const Sharing& sharing_;
   const unsigned part_, parts_, across_;
-  const bool is_channel_;
 };
 
 }  // namespace load
