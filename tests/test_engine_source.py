@@ -624,8 +624,8 @@ def test_each_pass_goes_the_other_way(monkeypatch):
         ("of a stem", "float", "90a", 1),
         ("of volumes", "bfloat16_t", "90a", 0),
         ("in front", "bfloat16_t", "90a", 0),
-        ("over an axis", "float", "90a", 0),
-        ("over an axis", "bfloat16_t", "90a", 1),
+        ("over an axis", "bfloat16_t", "90a", 0),
+        ("over an axis", "float", "90a", 1),
     ],
 )
 def test_kernels_compile_without_spills(number, value, architecture, last, monkeypatch, tmp_path):
