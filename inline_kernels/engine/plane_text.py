@@ -41,6 +41,7 @@ class PlaneText(PassText):
         self.of_rows: Scope | None = None  # the last walk over those
         self.axis = ""  # the level whose windows are whole axes, if a GPU's lanes share them, and how many terms those have, which is found out here
         self.terms = ""
+        self.walks = 0  # over a point's channels, or its windows that are whole axes
         self.loops: list[Scope] = []  # over channels at a point of the pass
         self.held: list[Node] = []  # of what these compute, what later ones read again
         self.known_with_v: list[Node] = []  # what is computed of an element where v is read last
@@ -141,6 +142,9 @@ class PlaneText(PassText):
             constants.append("bool kScalar = true" + windows * (not self.picks_channel))
         elif self.spreads:
             constants.append("bool kWindows = true")
+        if not self.program.on_cpu and (each.by_sample or self.axis):
+            again = self.walks + bool(last or within) > 1
+            constants.append(f"bool kAgain = {str(again).lower()}")
         if each.by_sample and not self.program.on_cpu:
             constants.append(f"int kSums = {len(totals)}")
         elif not self.program.on_cpu:
@@ -309,6 +313,7 @@ class PlaneText(PassText):
             self._prepare([node.args[0] for node in nodes], inner)
             self._add_finer(inner)
         declared, ends = [], []
+        self.walks += scope is self.point and axis in ("c", self.axis)
         # May lanes have some of the channels each, or some of a window?
         shared = "channel" if axis == "c" and not self.program.on_cpu else ""
         shared = "row" if axis == self.rows and scope is self.point else shared

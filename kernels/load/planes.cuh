@@ -136,7 +136,7 @@ void planes(const Pass& pass, const Extent& extent, const value_t* values, Parts
 template <class Pass, Order order>
 void axes(const Pass& pass, const Extent& extent, int64_t terms, bool is_row, const value_t* values, Parts<order> parts, cudaStream_t stream) {
   const int64_t S = extent.positions();
-  const Sharing sharing = shared_by(terms, extent.N * extent.C * S, kLast ? extent.C : S, is_row && !kLast);
+  const Sharing sharing = shared_by(terms, extent.N * extent.C * S, kLast ? extent.C : S, is_row && !kLast, Pass::kAgain);
   const unsigned points = kPlaneThreads / sharing.lanes;
   unsigned across = 1;
   if (kLast && !Pass::kSums)
@@ -164,7 +164,7 @@ void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t*
     else in_rows<kPack>(pass, extent, values, parts, {lanes_of_row(C, kPack), 1}, stream);
   } else {
     const int64_t S = extent.positions();
-    const Sharing sharing = shared_by(C, extent.N * S, S, false);
+    const Sharing sharing = shared_by(C, extent.N * S, S, false, Pass::kAgain);
     if (sharing.lanes == 1) return planes(pass, extent, values, parts, stream);
     const unsigned points = kPlaneThreads / sharing.lanes;
     if (!Pass::kSums) parts.count = (S + points - 1) / points;

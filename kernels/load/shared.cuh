@@ -51,15 +51,19 @@ struct Sharing {
   __device__ __forceinline__ unsigned first() const { return threadIdx.x / (lanes * apart) * (lanes * apart) + threadIdx.x % apart; }
 };
 
-// How lanes share points of so many terms. Neighbours in memory are some points: then each lane has 16 terms, so that the L1 cache still has those
-// of a block when it reads them again, or fewer until threads fill a GPU; or a point's terms, if is_row, which a warp's lanes then read together.
-constexpr int64_t kFill = 1 << 16;
-inline Sharing shared_by(int64_t terms, int64_t points, int64_t neighbours, bool is_row) {
+// How lanes share points of so many terms, until threads fill a GPU, but not each with fewer than four. Neighbours in memory are some points. Where terms
+// are walked over `again`, fewer threads fill it, but a lane has at most 32 terms: the L1 cache then still has those of a block. Where neighbours are a
+// point's terms, a warp's lanes read those together.
+constexpr int64_t kFill = 1 << 18;
+inline Sharing shared_by(int64_t terms, int64_t points, int64_t neighbours, bool is_row, bool again) {
   constexpr unsigned kSector = 32 / sizeof(value_t);
   unsigned apart = 1, lanes = 1;
-  const auto fills = [&] { return is_row ? lanes >= 32 && points * lanes >= 2 * kFill : points * lanes >= kFill && 32 * lanes > terms; };
+  const auto suffices = [&] {
+    if (is_row) return lanes >= 32 && points * lanes >= kFill / 2;
+    return again ? points * lanes >= kFill / 4 && 32 * lanes > terms : points * lanes >= kFill;
+  };
   while (!is_row && apart < kSector && apart < neighbours) apart *= 2;
-  while (lanes * apart < kPlaneThreads && 8 * lanes <= terms && !fills()) lanes *= 2;
+  while (lanes * apart < kPlaneThreads && 8 * lanes <= terms && !suffices()) lanes *= 2;
   return {lanes, apart};
 }
 
