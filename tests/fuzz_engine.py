@@ -355,7 +355,7 @@ DRAWS = 16
 
 
 def check_fused(seed: int, device: str, strips: bool = False, as_used: bool = False) -> str:
-    """What is less exact than twice eager ("" if nothing): in one draw and, where rounding was lucky for eager, in the mean of some, of other x
+    """What doesn't compile, or is less exact than twice eager ("" if nothing): in one draw and, where rounding was lucky for eager, in the mean of some, of other x
     and dy: where a norm's planes are constant its gradients hang on dy alone."""
     from inline_kernels import fuse
 
@@ -384,7 +384,10 @@ def check_fused(seed: int, device: str, strips: bool = False, as_used: bool = Fa
                 return f"{name}: error {own:.1e}, eager's {theirs:.1e}, of {size:.1e}"
         return ""
 
-    if not wrong(errors(x)):
+    found = wrong(errors(x))
+    if failed := [each.reason for each in fused.plan(x) if "while compiling" in each.reason]:
+        return failed[0]
+    if not found:
         return ""
     torch.manual_seed(seed)
     draws = [errors(torch.randn_like(x), of_dy) for of_dy in range(DRAWS)]

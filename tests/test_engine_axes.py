@@ -52,6 +52,8 @@ TAILS = {
     "volume's columns": ((3, 41, 4), softmax(-2)),
     "volume's depth": ((41, 3, 4), softmax(-3)),
     "volume's planes": ((3, 9, 11), lambda m, v: v * torch.sigmoid(v).mean((-1, -2), keepdim=True)),
+    "of windows": ((8, 50), lambda m, v: torch.tanh(torch.softmax(F.max_pool2d(v, 3, 2, 1), -1))),
+    "of windows that are a mean": ((6, 60), lambda m, v: F.relu(F.avg_pool2d(v, 2)).softmax(-2) + 1),
     "of channels' own": ((4, 50), lambda m, v: v * torch.softmax(torch.softmax(v, 1), -1)),
 }
 
@@ -67,7 +69,7 @@ def test_lanes_share_an_axis(what, layout, device):
     x = torch.randn(2, 3 if last else 1, *size)
     x = x.contiguous(memory_format=library.channels_last(x)) if last else x
     run = assert_rule(model, x, label=what)
-    assert run.plan.last == last or what == "extremes"
+    assert run.plan.last == last or what in ("extremes", "of windows", "of windows that are a mean")
     assert ("load::axes(" in run.plan.composed.text) == (device == "cuda")
     if device == "cuda" and tail.__name__ == "of_softmax":
         assert sum(isinstance(each, Planes) for each in run.plan.composed.forward.passes) == 1

@@ -265,16 +265,17 @@ class PlaneText(PassText):
                 return 0
             args, meets = node.args, inside
             reduces = over_channels(node) or over_windows(node)
+            if reduces and inside:
+                return 0  # a loop of each position's own
             if reduces and node.op != "take":
                 if over_windows(node):
-                    meets = "" if inside else again
-                    args = node.args if meets else ()
+                    args, meets = (args, again) if again else ((), "")
                 depth[node] = 1 + max((visit(a, meets) for a in args), default=0)
                 found = depth[node]
             elif reduces:  # take
                 of, index = node.args
-                before = visit(of, inside) if over_channels(node) else 0
-                found = max(visit(index, inside), before)
+                before = visit(of) if over_channels(node) else 0
+                found = max(visit(index), before)
                 if depth.get(index, 0) > before and of is not index.args[0] and self._is_kept(of, index):
                     self.takes.setdefault(index, []).append(node)
             else:
