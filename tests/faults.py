@@ -194,6 +194,7 @@ FAULTS = [
     Fault("kernels/load/reduce.cuh", "for (int64_t i = threadIdx.x % 32; i < parts; i += 32)", "for (int64_t i = threadIdx.x % 32; i + 1 < parts; i += 32)", "test_engine_layouts.py -k many_parts"),
     Fault("kernels/load/points.cuh", "if (++count_ % kFew == 0) all_ += few_, few_ = T{};", "", "test_engine_axes.py -k 'many_terms and cuda'"),
     Fault("kernels/load/shared.cuh", "if (active && sharing.lane() == 0) Point<1>::write(to, x);", "if (sharing.lane() == 0) Point<1>::write(to, x);", "test_engine_axes.py -k lanes_share"),
+    Fault("inline_kernels/engine/plane_text.py", "            if reduces and inside:\n                return 0", "            if False:\n                return 0", "test_engine_axes.py -k 'lanes_share and windows'"),
     Fault("kernels/load/shared.cuh", "this->counts_ = active && sharing_.lane() == 0;", "this->counts_ = active;", "test_engine_axes.py -k 'lanes_share and sums'"),
     Fault("kernels/load/shared.cuh", "* (lanes * apart) + threadIdx.x % apart; }\n};", "* (lanes * apart); }\n};", "test_engine_axes.py -k lanes_share"),
     Fault("kernels/load/shared.cuh", "other.value = of_warps[t], other.index = places[t];", "other.value = of_warps[t], other.index = x.index;", "test_engine_axes.py -k 'nan and cuda'"),

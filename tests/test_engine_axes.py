@@ -54,8 +54,13 @@ TAILS = {
     "volume's planes": ((3, 9, 11), lambda m, v: v * torch.sigmoid(v).mean((-1, -2), keepdim=True)),
     "of windows": ((8, 50), lambda m, v: torch.tanh(torch.softmax(F.max_pool2d(v, 3, 2, 1), -1))),
     "of windows that are a mean": ((6, 60), lambda m, v: F.relu(F.avg_pool2d(v, 2)).softmax(-2) + 1),
+    "where it is least": ((5, 40), lambda m, v: torch.tanh(F.max_pool2d(v, 3, 2, 1)).min(-1).values),
     "of channels' own": ((4, 50), lambda m, v: v * torch.softmax(torch.softmax(v, 1), -1)),
 }
+
+
+# Eager's result isn't channels last.
+IN_PLANES = "extremes", "of windows", "of windows that are a mean", "where it is least"
 
 
 @pytest.mark.parametrize("layout", ["planes", "channels last"])
@@ -68,8 +73,10 @@ def test_lanes_share_an_axis(what, layout, device):
     model = Tail(tail, 12 if last else 5, len(size), 3 if last else 1)
     x = torch.randn(2, 3 if last else 1, *size)
     x = x.contiguous(memory_format=library.channels_last(x)) if last else x
+    with torch.no_grad():
+        assert_rule(model, x, backward=False, label=what)
     run = assert_rule(model, x, label=what)
-    assert run.plan.last == last or what in ("extremes", "of windows", "of windows that are a mean")
+    assert run.plan.last == last or what in IN_PLANES
     assert ("load::axes(" in run.plan.composed.text) == (device == "cuda")
     if device == "cuda" and tail.__name__ == "of_softmax":
         assert sum(isinstance(each, Planes) for each in run.plan.composed.forward.passes) == 1

@@ -118,6 +118,9 @@ struct AxisPoint : Point<1> {
       f(Point<1>{fine, values, n, c, C, first + (i * fine.H + j) * fine.W + place % kw, place, true});
     }
   }
+  template <class P> __device__ __forceinline__ Point<1> chosen(P pool, const Extent& fine, int at) const {
+    return Point<1>::chosen(pool, fine, at < 0 ? 0 : at);  // of none: nobody sees it
+  }
   __device__ __forceinline__ Total<real> axis_total() const { return {}; }
   __device__ __forceinline__ Extreme<1, real> largest_axis() const { return {}; }
   __device__ __forceinline__ Extreme<-1, real> smallest_axis() const { return {}; }
