@@ -73,7 +73,8 @@ def test_random_programs(seed, device):
     model, x = random_program(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_rule(model, x, label=f"{seed}: {', '.join(model.names)}")
+        for backward in (True, False):
+            assert_rule(model, x, backward, f"{seed}: {', '.join(model.names)}")
 
 
 class Even(nn.Module):

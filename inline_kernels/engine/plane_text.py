@@ -66,7 +66,8 @@ class PlaneText(PassText):
         if self.program.walks_again(each.level) and not each.by_sample:
             self.axis = each.level
         within = [key.source for key in each.within]
-        self._prepare([node for key, node in terms.items() if key not in finer], point, within)
+        apart = {*finer, *each.within}
+        self._prepare([node for key, node in terms.items() if key not in apart], point, within)
         self.lazy = self._lazy(terms.values()) if self.program.on_cpu else set()
         totals, ends, last = [], [], None
         closes = self.program.closes
