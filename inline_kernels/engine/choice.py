@@ -96,12 +96,13 @@ VIEWS_START, VIEWS_PRODUCT, VIEWS_CHANNEL, VIEWS_KILOBYTE, VIEWS_SPLIT = 10, 0.0
 LIBRARY_STARTS = {2: 10, 4: 12}
 LIBRARY_TURNS = 32  # channels, from which on x in planes is turned for it (layouts.py)
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
-# Of volumes in TF32, for each channel in, and at most (benchmarks/results/fuse/2026-11-24-h200-forward.json: 31e6 and 43e6 with 8, 130e6 with 32);
-# of channels out it computes 32 at once (trials/views.json: 41e6 from 16 to 16).
-LIBRARY_VOLUMES, LIBRARY_VOLUMES_MOST = 4e6, 200e6
+# Of volumes in TF32, for each channel in, of few at least, and at most (benchmarks/results/fuse/2026-11-24-h200-forward.json: 31e6 and 43e6 with 8, 130e6
+# with 32); of channels out it computes 32 at once (trials/views.json: 41e6 from 16 to 16), of channels and taps, too (trials/random_speed.json).
+LIBRARY_VOLUMES, LIBRARY_VOLUMES_LEAST, LIBRARY_VOLUMES_MOST = 4e6, 15e6, 200e6
 # Where TF32 isn't run: of any filter, and of 3 x 3 from 64 channels on in images of so many rows and columns, at most (28e6 to 78e6; of smaller
 # images 22e6 and 29e6: trials/float32.json). Of channels in it computes 8 at once, of channels out 32 at least (trials/views.json: 16e6 with 3 in, 10e6 with 16 out).
-LIBRARY_FLOAT32, LIBRARY_WINOGRAD, WINOGRAD_ROWS = 41e6, 80e6, 28
+# Of one channel in, in images, at least 1.5e6 (trials/random_speed.json).
+LIBRARY_FLOAT32, LIBRARY_WINOGRAD, WINOGRAD_ROWS, LIBRARY_ONE_CHANNEL = 41e6, 80e6, 28, 1.5e6
 # kernels/conv/wide.cuh's, that only writes v (benchmarks/results/trials/stored.json), of 64 channels in, all of whose weights registers hold; of
 # more, for each 64 (trials/rows.json: 275e6 with 128, 190e6 with 256).
 WIDE_OPERATIONS = 650e6
@@ -222,6 +223,26 @@ def stream_microseconds(
     return products + launches * PACKING_START + moved
 
 
+def _librarys_rate(image: Sequence[int], filters: Sequence[int], itemsize: int, split: bool) -> float:
+    """Multiplications and additions a microsecond of the library's convolution; split: where it runs no TF32."""
+
+    def computed(count: int, at_once: int) -> float:
+        return -(-count // at_once) * at_once / count
+
+    outputs, channels, *kernel = filters
+    taps = computed(channels * math.prod(kernel), 32) if len(kernel) == 3 else 1
+    if not split and (len(kernel) == 2 or itemsize == 2):
+        return LIBRARY_OPERATIONS[itemsize]
+    if not split:
+        rate = min(max(LIBRARY_VOLUMES * channels, LIBRARY_VOLUMES_LEAST), LIBRARY_VOLUMES_MOST)
+        return rate * min(outputs / 32, 1) / taps
+    if kernel == [3, 3] and channels >= 64 and min(image[2:]) >= WINOGRAD_ROWS:
+        return LIBRARY_WINOGRAD
+    eights = computed(channels, 8) if taps == 1 else min(computed(channels, 8), computed(3, 8))
+    rate = LIBRARY_FLOAT32 / (computed(outputs, 32) * eights * taps)
+    return max(rate, LIBRARY_ONE_CHANNEL) if channels == 1 and len(kernel) == 2 else rate
+
+
 def stream_loses(
     image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
 ) -> str | None:
@@ -234,13 +255,7 @@ def stream_loses(
     if how.folded != VIEWS and how.views is not None and how.views + reading < products:
         return "v by views of patches, and passes over it, take less time"
     moved = (x + weights + v) * itemsize / bytes_a_time
-    rate = LIBRARY_OPERATIONS[itemsize]
-    if how.split:
-        by_winograd = tuple(filters[2:]) == (3, 3) and filters[1] >= 64 and min(image[2:]) >= WINOGRAD_ROWS
-        computed = [-(-filters[0] // 32) * 32 / filters[0], -(-filters[1] // 8) * 8 / filters[1]]
-        rate = LIBRARY_WINOGRAD if by_winograd else LIBRARY_FLOAT32 / math.prod(computed)
-    elif len(filters) == 5 and itemsize == 4:
-        rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST) * min(filters[0] / 32, 1)
+    rate = _librarys_rate(image, filters, itemsize, how.split)
     operations = 2 * v * math.prod(filters[1:]) / device.scale.compute
     theirs = LIBRARY_STARTS[itemsize] + max(operations / rate, moved)
     if how.packs and not how.split and min(filters[:2]) >= LIBRARY_TURNS:
