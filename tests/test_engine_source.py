@@ -684,7 +684,7 @@ def test_gradients_of_parameters_are_read_by_nobody(norm):
     """They may be of 16 bits; what else needs such a sum has it as it was summed."""
     (segment,) = capture(nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU()), True, 4).segments
     for on in ("cpu", "cuda"):
-        composed = programs.composed_of(segment, programs.Kind(on, True, True, False, source.Own()))
+        composed = programs.composed_of(segment, programs.Kind(on, True, passes.FEW, False, source.Own()))
         for text in composed.backward.texts:
             read = [name for name, ctype in text.pointers.items() if ctype == "const parameter_t*"]
             assert not [name for name in read if name.startswith("d_")]
@@ -697,7 +697,7 @@ def test_no_pass_before_sums_over_positions(norm):
     """Small values come as positions read them, copies of parameters are written beside others; of dy there are two sums, whatever parameters
     they are then multiplied by."""
     (segment,) = capture(nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU()), True, 4).segments
-    composed = programs.composed_of(segment, programs.Kind("cuda", True, True, False, source.Own()))
+    composed = programs.composed_of(segment, programs.Kind("cuda", True, passes.FEW, False, source.Own()))
     assert [type(each) for each in composed.forward.passes] == [passes.Planes, passes.Small, passes.Planes]
     assert type(composed.backward.passes[0]) is passes.Planes
     assert len(composed.backward.passes[0].targets) == 2
@@ -709,7 +709,7 @@ def test_arrays_have_names_of_their_own(saving):
     model = level2.PROBLEMS[79].Model(3, 16, 3, (1,), -1.0, 1.0)
     (segment,) = capture(model, True, 5).segments
     for on in ("cpu", "cuda"):
-        composed = programs.composed_of(segment, programs.Kind(on, saving, True, False, source.Own()))
+        composed = programs.composed_of(segment, programs.Kind(on, saving, passes.FEW, False, source.Own()))
         for program in filter(None, (composed.forward, composed.backward)):
             names = [array.name for array in program.arrays.values()]
             assert len({*names}) == len(names)

@@ -155,7 +155,7 @@ class _Backward(sinks._Composer):
         own, self.left = saving.backward, [a for a in saving.saved if a.name != "v"]
         if own.gate:
             raise Unsupported("a gradient that may not pass is looked for in front")
-        self.program = Program(self.graph, own.roots, own.given, own.few_channels)
+        self.program = Program(self.graph, own.roots, own.given, own.channels)
         self.program.kept, self.roots = own.kept, self.program.roots
         self.reading = self._texts()
         if not self.reading:

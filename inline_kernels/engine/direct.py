@@ -50,7 +50,7 @@ from .cases import Case
 from .graph import ELEMENTS, Node, order
 from .launching import Entry, Launch, new_of
 from .mainloops import Job, Mainloop
-from .passes import Array, Program, Root, Unsupported
+from .passes import MANY, Array, Program, Root, Unsupported
 from .scalars import SCALARS, compared, instructions
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
@@ -427,8 +427,8 @@ def _rest(
     segment, roots: list[Root], given: Mapping[Node, Array], saving: programs.Composed | None = None
 ) -> programs.Composed:
     """saving: of which those are some roots."""
-    few = saving.forward.few_channels if saving else False
-    program = Program(segment.graph, roots, given, few_channels=few)
+    channels = saving.forward.channels if saving else MANY
+    program = Program(segment.graph, roots, given, channels)
     if saving:
         names = [root.name for root in roots]
         program.kept = [array for array in saving.forward.kept if array.name in names]

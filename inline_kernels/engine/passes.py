@@ -23,6 +23,14 @@ from typing import NamedTuple
 
 from .graph import Graph, Level, Node, Space, down_to, order, walk
 
+# Channels at most: so that their sums may be made one after the other, that a byte counts them, or of any number.
+FEW, OF_A_BYTE, MANY = 64, 256, 1 << 62
+
+
+def bound_of(channels: int) -> int:
+    """Of a compiler's sizes, too, a key."""
+    return FEW if channels <= FEW else OF_A_BYTE if channels <= OF_A_BYTE else MANY
+
 
 class Unsupported(Exception):
     """Why a schedule can't do this."""
@@ -151,7 +159,7 @@ def is_static(node: Node) -> bool:
 class Program:
     """The passes that compute `roots`, given arrays of some nodes.
 
-    `passes`; `arrays` by Key, that these write; `kept`: the small ones that forward leaves for backward. few_channels: may a byte count channels? joins: on a GPU; on_cpu: points are vectors.
+    `passes`; `arrays` by Key, that these write; `kept`: the small ones that forward leaves for backward. channels: at most, see `bound_of`. joins: on a GPU; on_cpu: points are vectors.
     turns: the array that may lie channels last alone, v or its gradient, or y or its gradient; or "". operand: the array that the next convolution reads, or "". By source.py: `texts` of the passes,
     and the numbers of those that then read or write it so (`turned`); does a CPU make v in strips (`convolves`); of those that it has in strips (`in_strips`,
     `differentiated`, by whose sums: `differentiated_by`), of the one that leaves a value in v's place for those behind it, with that value (`left`), and of the
@@ -177,11 +185,11 @@ class Program:
         graph: Graph,
         roots: Iterable[Root],
         given: Mapping[Node, Array],
-        few_channels: bool = True,
+        channels: int = OF_A_BYTE,
         joins: bool = False,
         on_cpu: bool = False,
     ):
-        self.graph, self.given, self.few_channels, self.joins = graph, dict(given), few_channels, joins
+        self.graph, self.given, self.channels, self.joins = graph, dict(given), channels, joins
         self.on_cpu = on_cpu
         self.roots = [self._written_anew(root) for root in roots]
         self.arrays: dict[Key, Array] = {}
@@ -693,11 +701,11 @@ class Program:
         name = f"{'total' if node.op == 'sum' else node.op}_{node.id}"
         if is_small:
             if key.what == "value":
-                return Array(name, kind_of(node, self.few_channels), node.space)
+                return Array(name, kind_of(node, self.channels <= OF_A_BYTE), node.space)
             kind = "index" if key.what == "place" else "double"
             return Array(f"{key.what}_{node.id}", kind, key.source.space._replace(level=""))
         if key.what == "value":
-            return Array(name, kind_of(node, self.few_channels), node.space)
+            return Array(name, kind_of(node, self.channels <= OF_A_BYTE), node.space)
         kind = "double" if key.what == "sums" else key.what
         if key.what == "largest" and "pool" in node.attr and self.has_place(node):
             kind = "pool_largest"

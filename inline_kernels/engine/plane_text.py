@@ -14,10 +14,9 @@ from .gates import is_drawn, is_gate, zero_with
 from .graph import ELEMENTS, Node, order, walk
 from .naming import PASSES, Names, local, total_of
 from .pass_text import PassText, Scope, indented
-from .passes import Array, Key, Planes, Program, Unsupported, is_static, over_channels, over_windows
+from .passes import FEW, Array, Key, Planes, Program, Unsupported, is_static, over_channels, over_windows
 from .scalars import instructions
 
-FEW = 64  # terms, whose sum may be made one after the other
 MUCH = 5  # instructions: an exponential's; to store a value and to load it again takes less
 _EXTREME = re.compile(r"auto (?:own_)?(best\d+) = \w+\.(?:largest|smallest)(?:_row)?\(\);$")
 
@@ -323,7 +322,8 @@ class PlaneText(PassText):
             shared, self.terms = "axis", self._count("window", axis)
         of, begin = (f"_{shared}", f"{shared}_") if shared else ("", "")
         window = () if axis == "c" else self.graph.levels[axis].window
-        many = axis == "c" or None in window or math.prod(window) > FEW
+        few_channels = self.program.channels <= FEW and not self.program.on_cpu
+        many = not few_channels if axis == "c" else None in window or math.prod(window) > FEW
         padded = axis != "c" and any(self.graph.levels[axis].padding)
         inside = "e.inside" if padded or shared == "row" else ""
         for node in nodes:

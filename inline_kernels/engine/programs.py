@@ -17,7 +17,7 @@ from . import between, gates, naming, source, strips
 from .algebra import factored, reordered
 from .cases import Case
 from .graph import ELEMENTS, Facts, Node, Space, down_to, order
-from .passes import Array, Program, Root, kind_of, of_positions
+from .passes import OF_A_BYTE, Array, Program, Root, bound_of, kind_of, of_positions
 
 _ALL = 1 << 20  # places of an axis of any size, at least
 _MOST_MASKS = 3  # of a byte an element; more are not worth it, beside v of four
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 
     device: str
     saving: bool
-    few_channels: bool  # a byte counts them
+    channels: int  # at most, see passes.bound_of
     exact_order: bool
     own: source.Own
     operand: bool = False  # is y the next convolution's?
@@ -57,11 +57,11 @@ class Kind(NamedTuple):
 
 def kind_for(case: Case) -> Kind:
     own = strips.own(case.segment.conv, case.x, case.weight) if case.device == "cpu" else source.Own()
-    few = bool(case.weight.shape[0] <= 256)  # of a compiler's sizes, too, a key
+    channels = bound_of(case.weight.shape[0])
     operand = case.segment.result == between.OPERAND
     is_own = case.device == "cpu" and not case.segment.conv.is_nothing  # else v is x
     spends_v = is_own and case.x.dtype in (torch.float32, torch.float64)
-    return Kind(case.device, case.saving, few, case.exact_order, own, operand, spends_v, case.turns_y)
+    return Kind(case.device, case.saving, channels, case.exact_order, own, operand, spends_v, case.turns_y)
 
 
 def composed_of(segment, kind: Kind) -> Composed:
@@ -110,7 +110,7 @@ def _compose(segment, kind: Kind) -> Composed:
         graph,
         roots,
         {},
-        kind.few_channels,
+        kind.channels,
         joins=kind.device == "cuda" or kind.own.convolution,
         on_cpu=kind.device == "cpu",
     )
@@ -211,7 +211,8 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
         Node, Array
     ] = {}  # by forward's node: kept parameters, taken at places, are both as they were and as they are
     given = {
-        node: arrays.setdefault(past.now(node), _saved_array(node, z, kind.few_channels)) for node in kept
+        node: arrays.setdefault(past.now(node), _saved_array(node, z, kind.channels <= OF_A_BYTE))
+        for node in kept
     }
     gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept and not only_v else None
     if gate and not gates.is_drawn(gate[0]):
@@ -221,7 +222,7 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
     of_nodes = {node: array for node, array in given.items() if node is not z}
     read = down_to([root.node for root in roots.values()], lambda node: node in given or node in past.copies)
     of_nodes |= {then: Array(then.attr[0], "real", then.space) for then in past.copies if then in read}
-    program = Program(graph, [*roots.values()], of_nodes, kind.few_channels, on_cpu=kind.device == "cpu")
+    program = Program(graph, [*roots.values()], of_nodes, kind.channels, on_cpu=kind.device == "cpu")
     program.gate = gate and (gate[0], given[gate[1]])
     arrays |= {past.now(node): array for node, array in (given | of_nodes).items()}
     return program, [(array, node) for node, array in arrays.items()], gradients

@@ -135,7 +135,7 @@ class _Composer:
         ahead, z = self.saving.forward, self.graph.leaf("z", ELEMENTS, "z")
         self.stored = z if self.stores else None
         self.roots = ahead.roots
-        self.program = Program(self.graph, self.roots, {}, ahead.few_channels, joins=True)
+        self.program = Program(self.graph, self.roots, {}, ahead.channels, joins=True)
         self.reading = self._texts()
         if not self.reading:
             raise Unsupported("the tail doesn't read v")

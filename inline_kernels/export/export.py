@@ -54,7 +54,7 @@ from inline_kernels.engine import (
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
 from inline_kernels.engine.naming import identifier
-from inline_kernels.engine.passes import Array, Planes, Program
+from inline_kernels.engine.passes import MANY, Array, Planes, Program, bound_of
 from inline_kernels.engine.segment import Segment
 from inline_kernels.engine.source import Own, compose
 from inline_kernels.export.used import used
@@ -307,7 +307,7 @@ def _saving(text: str, results: Sequence[Array], plan: load_plan.Plan) -> str:
     if not copied:
         return text
     roots = [root for root in program.roots if root.name in copied]
-    copies = Program(plan.segment.graph, roots, {}, few_channels=False)
+    copies = Program(plan.segment.graph, roots, {}, MANY)
     names = programs.names_of(plan.segment, copies)
     more = _sized(compose({name: copies}, {name: names}, "cuda", ""), name, plan, copies, plan.segment)
     form = re.compile(rf"^EXPORT void {name}\((.*), cudaStream_t stream\) {{\n((?: .*\n)*)}}\n", flags=re.M)
@@ -341,7 +341,9 @@ def _joined(sources: Sequence[str]) -> str:
 
 
 def _plan(segment, x: torch.Tensor, weight: torch.Tensor, device: str, saving: bool) -> load_plan.Plan:
-    composed = programs.composed_of(segment, programs.Kind(device, saving, len(weight) <= 256, False, Own()))
+    composed = programs.composed_of(
+        segment, programs.Kind(device, saving, bound_of(len(weight)), False, Own())
+    )
     sizes = cases.sizes_of(segment, x, weight)
     return load_plan.Plan(segment, composed, sizes, x.dtype, weight.dtype, x.dtype, saving, device)
 

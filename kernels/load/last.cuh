@@ -243,6 +243,7 @@ template <int K> struct RowPoint : Point<1> {
     for (; i < end; i += step) point(i);
   }
   using Point<1>::all;
+  __device__ __forceinline__ Terms channel_zero() const { return {}; }
   __device__ __forceinline__ Terms channel_total() const { return {}; }  // a lane's are few
   __device__ __forceinline__ Extreme<1, Terms> largest_channel() const { return {}; }
   __device__ __forceinline__ Extreme<-1, Terms> smallest_channel() const { return {}; }

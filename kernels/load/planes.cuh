@@ -137,6 +137,7 @@ template <class Pass, Order order>
 void axes(const Pass& pass, const Extent& extent, int64_t terms, bool is_row, const value_t* values, Parts<order> parts, cudaStream_t stream) {
   const int64_t S = extent.positions();
   const Sharing sharing = shared_by(terms, extent.N * extent.C * S, kLast ? extent.C : S, is_row && !kLast, Pass::kAgain);
+  if (sharing.lanes == 1) return planes(pass, extent, values, parts, stream);
   const unsigned points = kPlaneThreads / sharing.lanes;
   unsigned across = 1;
   if (kLast && !Pass::kSums)

@@ -217,6 +217,7 @@ template <int K, bool across = false> struct Point {
   }
 
   // What is made of them begins with these, and is what `all` gives of that.
+  __device__ __forceinline__ T channel_zero() const { return zero(); }
   __device__ __forceinline__ Total<T> channel_total() const { return {}; }
   __device__ __forceinline__ auto largest_channel() const { return largest(); }
   __device__ __forceinline__ auto smallest_channel() const { return smallest(); }
@@ -274,6 +275,10 @@ template <int K, bool across = false> struct Point {
   __device__ __forceinline__ Extreme<1, T> largest() const { return {}; }
   __device__ __forceinline__ Extreme<-1, T> smallest() const { return {}; }
   __device__ __forceinline__ Total<T> total() const { return {}; }  // of many terms
+  // Of a window that is a whole axis, which lanes may share (load/shared.cuh).
+  __device__ __forceinline__ Total<T> axis_total() const { return {}; }
+  __device__ __forceinline__ auto largest_axis() const { return largest(); }
+  __device__ __forceinline__ auto smallest_axis() const { return smallest(); }
   __device__ __forceinline__ T zero() const {
     if constexpr (K == 1) return 0;
     else return splat<K>(real(0));

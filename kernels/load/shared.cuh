@@ -121,9 +121,6 @@ struct AxisPoint : Point<1> {
   template <class P> __device__ __forceinline__ Point<1> chosen(P pool, const Extent& fine, int at) const {
     return Point<1>::chosen(pool, fine, at < 0 ? 0 : at);  // of none: nobody sees it
   }
-  __device__ __forceinline__ Total<real> axis_total() const { return {}; }
-  __device__ __forceinline__ Extreme<1, real> largest_axis() const { return {}; }
-  __device__ __forceinline__ Extreme<-1, real> smallest_axis() const { return {}; }
   __device__ __forceinline__ real all(const Total<real>& x) const { return sharing.sum(x.value()); }
   template <int sign> __device__ __forceinline__ Extreme<sign, real> all(const Extreme<sign, real>& x) const { return sharing.best(x); }
 };
