@@ -7,7 +7,7 @@
 # make sanitize   every kernel under the sanitizers: CPU kernels always, CUDA kernels where there is a GPU
 # make gpu        on a machine with a GPU: its tests, its sanitizers, and `bench` without the loader; make -k gpu goes on after a failure.
 #                 Ends with both verdicts and the newest record's factors; the checks' whole output is in build/gpu/ (make gpu-summary shows it again)
-# make lint       ruff: its checks, and its format
+# make lint       ruff: its checks, and its format; clang-format: that of the kernels
 # make bench      every phase of every problem and the loader, recorded in benchmarks/results/, and README's table from it
 # make host       what a call costs the host, beside eager's
 # make notebooks  run the notebooks, all at once; with a GPU they keep their outputs, without one build/notebooks/ gets them
@@ -58,6 +58,7 @@ browser: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -c "import clang_format; clang_format.clang_format()" --dry-run -Werror $$(find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 
 sanitize: $(READY)
 	$(RUN) tests/sanitize.py

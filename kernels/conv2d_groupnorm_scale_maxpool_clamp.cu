@@ -35,7 +35,7 @@ using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
 using Pool = pool::Max<POOL_H, POOL_W>;
 using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 / POOL_W * POOL_W : 0, POOL_H>;
 
-struct Tail {  // of the normalised z of what a window selects
+struct Tail {          // of the normalised z of what a window selects
   const float* scale;  // (CHANNELS_OUT)
   float low, high;
 
@@ -62,8 +62,8 @@ using Sums = grad::selected::Merging<Build>;
 
 // What Python was told of shared memory (tiling.py), where it says so.
 #ifdef STRIPS_SHARED
-static_assert(conv::narrow2d::kShared<Tile, norms::Moments, pool::Window<Pool, SAVING>> ==
-                  STRIPS_SHARED, "what was planned with");
+static_assert(conv::narrow2d::kShared<Tile, norms::Moments, pool::Window<Pool, SAVING>> == STRIPS_SHARED,
+              "what was planned with");
 static_assert(sizeof(Tile::Storage) <= STATIC_SHARED, "what was planned with");
 #endif
 #ifdef INPUT_SHARED
@@ -99,16 +99,16 @@ EXPORT void backward(Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d
                      Out<float> d_group_norm_bias, Out<float> d_scale, In<output_t> dy, In<value_t> x,
                      In<value_t> weight, In<float> kept, In<float> group_norm_weight, In<float> scale,
                      double clamp_min, double clamp_max, int64_t group_norm_num_groups, cudaStream_t stream) {
-  grad::selected::backward<Sums>({{}, d_weight, d_conv_bias, d_group_norm_weight, d_group_norm_bias, d_scale},
-                                 dy, x, weight, kept, group_norm_weight, Tail{scale, bound(clamp_min),
-                                 bound(clamp_max)}, group_norm_num_groups, stream);
+  grad::selected::backward<Sums>(
+      {{}, d_weight, d_conv_bias, d_group_norm_weight, d_group_norm_bias, d_scale}, dy, x, weight, kept,
+      group_norm_weight, Tail{scale, bound(clamp_min), bound(clamp_max)}, group_norm_num_groups, stream);
 }
 EXPORT void backward_input(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_bias,
                            Out<float> d_group_norm_weight, Out<float> d_group_norm_bias, Out<float> d_scale,
                            In<output_t> dy, In<value_t> x, In<value_t> weight, In<float> kept,
                            In<float> group_norm_weight, In<float> scale, double clamp_min, double clamp_max,
                            int64_t group_norm_num_groups, cudaStream_t stream) {
-  grad::selected::backward<Input>({dx, d_weight, d_conv_bias, d_group_norm_weight, d_group_norm_bias,
-                                  d_scale}, dy, x, weight, kept, group_norm_weight, Tail{scale,
-                                  bound(clamp_min), bound(clamp_max)}, group_norm_num_groups, stream);
+  grad::selected::backward<Input>(
+      {dx, d_weight, d_conv_bias, d_group_norm_weight, d_group_norm_bias, d_scale}, dy, x, weight, kept,
+      group_norm_weight, Tail{scale, bound(clamp_min), bound(clamp_max)}, group_norm_num_groups, stream);
 }

@@ -3,7 +3,8 @@
 //
 //   forward, forward_saving  wide convolution; each result is finished in registers and stored; for backward
 //                            two bits of it are kept, mask, and each sample's largest magnitude, largest_x
-//   backward_parameters      of conv_bias and bias, sums; and largest_g (2, N) and units of g for the other two
+//   backward_parameters      of conv_bias and bias, sums; and largest_g (2, N) and units of g for the other
+//                            two
 //   backward_weight, backward_input
 //
 // Units of g are half of y's size, and there only where tensor cores take them (grad/wide_sums.cuh).
@@ -34,7 +35,9 @@ struct Tail {
   const float *conv_bias, *bias;  // (CHANNELS_OUT)
   float constant, scale;
 
-  struct Channel { float conv_bias, bias; };
+  struct Channel {
+    float conv_bias, bias;
+  };
   __device__ __forceinline__ Channel channel(int64_t, int c) const { return {conv_bias[c], bias[c]}; }
 
   __device__ __forceinline__ float operator()(float v, const Channel& c) const {
@@ -76,7 +79,8 @@ EXPORT int64_t largest_g_size(In<output_t> dy) { return 2 * dy.size(0); }
 
 // As grad::kTakesUnits: 8 channels of a pixel are 4 words.
 EXPORT int64_t units_size(In<output_t> dy) {
-  return (CAPABILITY == 90) * (1 - SPLIT) * ((CHANNELS_OUT + 7) / 8) * 4 * dy.size(0) * dy.size(2) * dy.size(3);
+  return (CAPABILITY == 90) * (1 - SPLIT) * ((CHANNELS_OUT + 7) / 8) * 4 * dy.size(0) * dy.size(2) *
+         dy.size(3);
 }
 
 EXPORT void backward_parameters(Out<float> d_conv_bias, Out<float> d_bias, Out<int32_t> largest_g,
@@ -94,7 +98,8 @@ EXPORT void backward_weight(Out<value_t> dweight, In<output_t> dy, In<int32_t> m
 }
 
 EXPORT void backward_input(Out<value_t> dx, In<output_t> dy, In<int32_t> mask, In<int32_t> largest_g,
-                           In<int32_t> units, In<value_t> weight, double scaling_factor, cudaStream_t stream) {
+                           In<int32_t> units, In<value_t> weight, double scaling_factor,
+                           cudaStream_t stream) {
   const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scaling_factor)}, dy, mask);
   grad::wide_input<Build>(dx, g, largest_g, units, weight, stream);
 }

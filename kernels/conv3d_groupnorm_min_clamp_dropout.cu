@@ -59,9 +59,9 @@ EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t>
                     In<float> norm_weight, In<float> norm_bias, In<int64_t> seed, int64_t number,
                     double min_value, double max_value, double dropout_p, double norm_eps,
                     int64_t norm_num_groups, cudaStream_t stream) {
-  norms::narrow3d::group_norm<Conv>(y, kept, x, weight, {conv_bias, norm_weight, norm_bias, float(norm_eps),
-                                    int(norm_num_groups)}, Tail(min_value, max_value, dropout_mask(seed,
-                                    number, dropout_p)), stream);
+  norms::narrow3d::group_norm<Conv>(
+      y, kept, x, weight, {conv_bias, norm_weight, norm_bias, float(norm_eps), int(norm_num_groups)},
+      Tail(min_value, max_value, dropout_mask(seed, number, dropout_p)), stream);
 }
 
 // dx (N, CHANNELS_IN, D, H, W), d_weight and the parameters' gradients. kept, seed and number: forward's.
@@ -73,7 +73,7 @@ EXPORT void backward(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_b
                      In<float> kept, In<float> norm_weight, In<int64_t> seed, int64_t number,
                      double min_value, double max_value, double dropout_p, int64_t norm_num_groups,
                      int64_t dv_bytes, cudaStream_t stream) {
-  grad::narrow3d::group_norm::backward<Conv>(dx, d_weight, d_conv_bias, d_norm_weight, d_norm_bias, dy, kept,
-      norm_weight, x, weight, norm_num_groups, Tail(min_value, max_value, dropout_mask(seed, number,
-      dropout_p)), dv_bytes, stream);
+  grad::narrow3d::group_norm::backward<Conv>(
+      dx, d_weight, d_conv_bias, d_norm_weight, d_norm_bias, dy, kept, norm_weight, x, weight,
+      norm_num_groups, Tail(min_value, max_value, dropout_mask(seed, number, dropout_p)), dv_bytes, stream);
 }

@@ -56,8 +56,9 @@ EXPORT int64_t cache() { return device_attribute(cudaDevAttrL2CacheSize) / CACHE
 EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
                     In<float> multiplier, double clamp_min, double clamp_max, double instance_norm_eps,
                     int64_t cache, cudaStream_t stream) {
-  norms::narrow3d::instance_norm_maximum<Conv, Index>(y, kept, x, weight, conv_bias, Tail{multiplier,
-      bound(clamp_min), bound(clamp_max)}, float(instance_norm_eps), cache, stream);
+  norms::narrow3d::instance_norm_maximum<Conv, Index>(y, kept, x, weight, conv_bias,
+                                                      Tail{multiplier, bound(clamp_min), bound(clamp_max)},
+                                                      float(instance_norm_eps), cache, stream);
 }
 
 // dx (N, CHANNELS_IN, D, H, W), d_weight, d_conv_bias and d_multiplier, CHANNELS_OUT elements or 1. kept:
@@ -68,7 +69,7 @@ EXPORT void backward(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_b
                      In<output_t> dy, In<value_t> x, In<value_t> weight, In<float> kept, In<float> multiplier,
                      double clamp_min, double clamp_max, double instance_norm_eps, int64_t dv_bytes,
                      cudaStream_t stream) {
-  grad::narrow3d::instance_norm::backward<Conv, Index>(dx, d_weight, d_conv_bias, d_multiplier, dy, kept, x,
-      weight, Tail{multiplier, bound(clamp_min), bound(clamp_max)}, float(instance_norm_eps), dv_bytes,
-      stream);
+  grad::narrow3d::instance_norm::backward<Conv, Index>(
+      dx, d_weight, d_conv_bias, d_multiplier, dy, kept, x, weight,
+      Tail{multiplier, bound(clamp_min), bound(clamp_max)}, float(instance_norm_eps), dv_bytes, stream);
 }

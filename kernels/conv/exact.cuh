@@ -1,6 +1,6 @@
-// Results that are computed again, by plain sums of float32, where x or weight has what a product of tensor cores
-// can't take: infinities, or values so large that those beside them lose their digits. A mainloop says for which
-// samples that may be (Doubts); mostly there are none, and the launch ends at once.
+// Results that are computed again, by plain sums of float32, where x or weight has what a product of tensor
+// cores can't take: infinities, or values so large that those beside them lose their digits. A mainloop says
+// for which samples that may be (Doubts); mostly there are none, and the launch ends at once.
 #pragma once
 #include "core/launch.cuh"
 #include "core/scalar.h"
@@ -8,8 +8,8 @@
 
 namespace conv {
 
-// Operands that share a scale have an error of 2^-39 of the largest of them, or less. Beside this magnitude that is
-// 2^-19; beside larger ones it is a doubt.
+// Operands that share a scale have an error of 2^-39 of the largest of them, or less. Beside this magnitude
+// that is 2^-19; beside larger ones it is a doubt.
 constexpr float kLargest = 1 << 20;
 constexpr int kLowestExponent = 14 - 20;  // of the scale that brings it into float16's range
 
@@ -21,7 +21,8 @@ template <int kIn, int kOut_, int kDepth, int kHeight, int kWidth> struct Exact 
   int D, H, W;
 
   Exact(const In<value_t>& x, const In<value_t>& weight)
-      : x(x), weight(weight), N(x.size(0)), D(x.dims == 5 ? int(x.size(2)) : 1), H(int(x.size(-2))), W(int(x.size(-1))) {}
+      : x(x), weight(weight), N(x.size(0)), D(x.dims == 5 ? int(x.size(2)) : 1), H(int(x.size(-2))),
+        W(int(x.size(-1))) {}
   HOST_DEVICE int depth() const { return D - kDepth + 1; }
   HOST_DEVICE int height() const { return H - kHeight + 1; }
   HOST_DEVICE int width() const { return W - kWidth + 1; }
@@ -52,8 +53,10 @@ template <int kIn, int kOut_, int kDepth, int kHeight, int kWidth> struct Exact 
 
 // What a tail makes of v; only some have to know where it lies.
 template <class Tail>
-__device__ __forceinline__ float tail_of(const Tail& tail, float v, const typename Tail::Channel& channel, int64_t at) {
-  if constexpr (std::is_invocable_v<const Tail&, float, const typename Tail::Channel&, int64_t>) return tail(v, channel, at);
+__device__ __forceinline__ float tail_of(const Tail& tail, float v, const typename Tail::Channel& channel,
+                                         int64_t at) {
+  if constexpr (std::is_invocable_v<const Tail&, float, const typename Tail::Channel&, int64_t>)
+    return tail(v, channel, at);
   else return tail(v, channel);
 }
 
@@ -84,7 +87,8 @@ template <class First> First all_of(const First& first) { return first; }
 template <class First, class... Rest> auto all_of(const First& first, const Rest&... rest) {
   return Both<First, decltype(all_of(rest...))>{first, all_of(rest...)};
 }
-template <class T, class Values, class Tail> Pointwise<Values, T, Tail> each_value(const Values& v, T* y, const Tail& tail) {
+template <class T, class Values, class Tail>
+Pointwise<Values, T, Tail> each_value(const Values& v, T* y, const Tail& tail) {
   return {v, y, tail};
 }
 
@@ -95,8 +99,8 @@ template <class T, class Tail> struct Stored {
 };
 template <class T, class Tail> Stored(Out<T>, Tail) -> Stored<T, Tail>;
 
-// Magnitudes of x, as bits, `of_sample` for each sample; and the exponents that weights were scaled by, if they
-// say anything: `channels` of them.
+// Magnitudes of x, as bits, `of_sample` for each sample; and the exponents that weights were scaled by, if
+// they say anything: `channels` of them.
 struct Doubts {
   const uint32_t* magnitudes;
   int64_t of_sample;
@@ -119,11 +123,13 @@ __global__ void __launch_bounds__(kExactThreads) exact_kernel(Doubts doubts, int
 #pragma unroll 1
   for (int64_t n = 0; n < N; n++) {
     own = all;
-    for (int64_t i = threadIdx.x; i < doubts.of_sample; i += kExactThreads) own |= doubts.x(n * doubts.of_sample + i);
+    for (int64_t i = threadIdx.x; i < doubts.of_sample; i += kExactThreads)
+      own |= doubts.x(n * doubts.of_sample + i);
     if (!__syncthreads_or(own)) continue;
     const int64_t threads = int64_t(gridDim.x) * kExactThreads;
 #pragma unroll 1
-    for (int64_t i = int64_t(blockIdx.x) * kExactThreads + threadIdx.x; i < each.results(); i += threads) each(n, i);
+    for (int64_t i = int64_t(blockIdx.x) * kExactThreads + threadIdx.x; i < each.results(); i += threads)
+      each(n, i);
   }
 }
 

@@ -3,9 +3,10 @@
 //
 // x (N, kIn, H, W), weight (kOut, kIn, kHeight, kWidth), contiguous; v (N, kOut, OH, OW) is without a bias.
 //
-// A block computes 64 channels of v, row by row, by tiles of 128 columns, as an implicit GEMM: M = channels, N =
-// columns, K = taps × channels in. Where shared memory has room for them rows are whole, so that a sink that
-// stores writes whole sectors: where rows were cut, two blocks would write a part each (1.7 times as long).
+// A block computes 64 channels of v, row by row, by tiles of 128 columns, as an implicit GEMM: M = channels,
+// N = columns, K = taps × channels in. Where shared memory has room for them rows are whole, so that a sink
+// that stores writes whole sectors: where rows were cut, two blocks would write a part each (1.7 times as
+// long).
 // - Operands: each is a sum of two float16 (core/split.cuh; one, if it has 16 bits), scaled by powers of two:
 //   filters by channel; x by block, first by a scale that fits almost all inputs, then, where the block's
 //   largest magnitude turns out not to fit, again by one that does. Filters stay in registers.
@@ -31,7 +32,9 @@ struct AsGiven {
 };
 struct SignedBy {
   const accumulate_t *first, *second;
-  __device__ __forceinline__ bool operator()(int channel) const { return first[channel] * second[channel] < 0; }
+  __device__ __forceinline__ bool operator()(int channel) const {
+    return first[channel] * second[channel] < 0;
+  }
 };
 
 // The filters of channels g and g + 8 of a warp's 16, scaled and with their signs, as fragments of A, in
@@ -46,8 +49,8 @@ template <class Tile> struct Filters {
   // Of the warp's channels from first_channel + first_own on; their exponents and signs to `storage`, if
   // `tells`. A barrier follows.
   template <class Flipped>
-  __device__ __forceinline__ Filters(typename Tile::Storage& storage, const value_t* weight, const Flipped& flipped,
-                                     int first_channel, int first_own, bool tells) {
+  __device__ __forceinline__ Filters(typename Tile::Storage& storage, const value_t* weight,
+                                     const Flipped& flipped, int first_channel, int first_own, bool tells) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int own = first_own + half * 8 + threadIdx.x % 32 / 4, channel = first_channel + own;
@@ -185,13 +188,14 @@ template <class Tile> __device__ __forceinline__ void release_tensor_cores(int t
 // All rows of a team's strip, x scaled by 2^exponent.
 template <class Tile, class Sinks>
 __device__ __forceinline__ void convolve_strip(Sinks& sinks, Rows<Tile>& rows, const Filters<Tile>& filters,
-                                               const typename Tile::Job& job, typename Tile::Place& place, int team,
-                                               unsigned char* shared, int exponent) {
+                                               const typename Tile::Job& job, typename Tile::Place& place,
+                                               int team, unsigned char* shared, int exponent) {
   constexpr int kHeight = Tile::Filter::kHeight, kRing = Tile::kRing, kRowTiles = Tile::kRowTiles;
   const float factor = power_of_two(exponent);
 #pragma unroll 1
   for (int i = 0; i < kHeight * kRowTiles && job.row_begin < job.row_end; i++)
-    rows.fetch(job.row_begin + i / kRowTiles, i % kRowTiles), rows.convert(i / kRowTiles, i % kRowTiles, factor);
+    rows.fetch(job.row_begin + i / kRowTiles, i % kRowTiles),
+        rows.convert(i / kRowTiles, i % kRowTiles, factor);
   if (job.row_begin + 1 < job.row_end) rows.fetch(job.row_begin + kHeight, 0);
   int slot = 0;
   Accumulators<Tile::kTiles> v;  // scaled
@@ -205,9 +209,11 @@ __device__ __forceinline__ void convolve_strip(Sinks& sinks, Rows<Tile>& rows, c
     uint32_t addresses[kHeight];
 #pragma unroll
     for (int kh = 0; kh < kHeight; kh++)
-      addresses[kh] = shared_address(shared) + (slot + kh - (slot + kh >= kRing ? kRing : 0)) * Tile::kRowBytes +
+      addresses[kh] = shared_address(shared) +
+                      (slot + kh - (slot + kh >= kRing ? kRing : 0)) * Tile::kRowBytes +
                       tile * Tile::kColumns * 16;
-    multiply_row<Tile>(v, filters.fragments, addresses);  // after the last row, of stale pixels: result unused
+    multiply_row<Tile>(v, filters.fragments,
+                       addresses);  // after the last row, of stale pixels: result unused
     if (team < Tile::kTeams - 1 || turn < job.turns * kRowTiles - 1) release_tensor_cores<Tile>(team);
     sinks.overlap();
     if (row + 1 < job.row_end) {
@@ -232,14 +238,15 @@ template <class Tile, class... Sinks> struct TeamShared {
 };
 
 template <class Tile, class... Sinks>
-constexpr int kShared = Tile::kTeams * int(sizeof(TeamShared<Tile, Sinks...>));  // bytes of dynamic shared memory
+constexpr int kShared =
+    Tile::kTeams * int(sizeof(TeamShared<Tile, Sinks...>));  // bytes of dynamic shared memory
 
 // Where x's largest magnitude turns out not to fit the scale, all is computed again, and the sinks begin
 // anew.
 template <class Tile, class Flipped, class... Sinks>
 __global__ void __launch_bounds__(Tile::kBlockThreads, 1)
-convolve_kernel(Sinks... sinks, const value_t* x, const value_t* weight, Flipped flipped,
-                typename Tile::Geometry geometry) {
+    convolve_kernel(Sinks... sinks, const value_t* x, const value_t* weight, Flipped flipped,
+                    typename Tile::Geometry geometry) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ typename Tile::Storage storage;
@@ -251,8 +258,8 @@ convolve_kernel(Sinks... sinks, const value_t* x, const value_t* weight, Flipped
   const int first_own = thread / 32 * 16;
   typename Tile::Place place(storage, geometry, job, first_own);
   const Filters<Tile> filters(storage, weight, flipped, job.first_channel, first_own, team == 0);
-  Rows<Tile> rows(x + int64_t(job.n) * Tile::Filter::kIn * geometry.H * geometry.W, geometry.H, geometry.W, job.column,
-                  own.ring, thread);
+  Rows<Tile> rows(x + int64_t(job.n) * Tile::Filter::kIn * geometry.H * geometry.W, geometry.H, geometry.W,
+                  job.column, own.ring, thread);
   rows.clear_behind_tile();
   sinks::Chain<Tile, Sinks...> chain(own.sinks, place, sinks...);
 

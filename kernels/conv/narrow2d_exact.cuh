@@ -1,4 +1,5 @@
-// A 2-D convolution of few channels in (conv/narrow2d.cuh) whose results are right for all values of x and weight.
+// A 2-D convolution of few channels in (conv/narrow2d.cuh) whose results are right for all values of x and
+// weight.
 #pragma once
 #include "conv/exact.cuh"
 #include "conv/narrow2d.cuh"
@@ -18,8 +19,10 @@ struct Doubt {
     const Doubt& sink;
     const Place& place;
 
-    __device__ __forceinline__ Warp(const Doubt& sink, Shared<Loop>&, const Place& place) : sink(sink), place(place) {}
-    template <int kTiles, class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>&, const Offset&) {}
+    __device__ __forceinline__ Warp(const Doubt& sink, Shared<Loop>&, const Place& place)
+        : sink(sink), place(place) {}
+    template <int kTiles, class Offset>
+    __device__ __forceinline__ void accept(Accumulators<kTiles>&, const Offset&) {}
     __device__ __forceinline__ void finish() const {
       const int lane = threadIdx.x % 32;
       bool doubt = __int_as_float(place.storage.largest) >= kLargest;
@@ -29,7 +32,8 @@ struct Doubt {
       }
       doubt = __any_sync(~0u, doubt);
       const int warp = threadIdx.x / 32;
-      if (lane == 0) sink.words[blockIdx.x * (Loop::kBlockThreads / 32) + warp] = doubt ? __float_as_uint(INFINITY) : 0;
+      if (lane == 0)
+        sink.words[blockIdx.x * (Loop::kBlockThreads / 32) + warp] = doubt ? __float_as_uint(INFINITY) : 0;
     }
 
    private:
@@ -44,10 +48,11 @@ struct Doubt {
   };
 };
 
-// As pointwise(), for sinks that want rows in groups of kRowGroup and tiles of kStride columns. `each` computes
-// their results one by one (conv/exact.cuh).
+// As pointwise(), for sinks that want rows in groups of kRowGroup and tiles of kStride columns. `each`
+// computes their results one by one (conv/exact.cuh).
 template <class Own, class Each, class... Sinks>
-void exact(const In<value_t>& x, const In<value_t>& weight, const Each& each, cudaStream_t stream, Sinks... given) {
+void exact(const In<value_t>& x, const In<value_t>& weight, const Each& each, cudaStream_t stream,
+           Sinks... given) {
   using Filter = typename Own::Filter;
   expect_elements("weight", weight, Filter::kOut * Filter::kIn * Filter::kTaps);
   if (x.size(0) == 0) return;

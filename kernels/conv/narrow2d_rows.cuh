@@ -10,8 +10,8 @@ namespace conv::narrow2d {
 constexpr int kFirstExponent = 8;
 constexpr int kSlack = 12;
 
-// A thread's pixel of each row's tile; where a tile isn't all of a row, the first threads have another one behind
-// the last.
+// A thread's pixel of each row's tile; where a tile isn't all of a row, the first threads have another one
+// behind the last.
 template <class Tile> struct Rows {
   static constexpr int kIn = Tile::Filter::kIn, kGroups = Tile::kGroups, kPixels = Tile::kPixels;
   using Pixel = value_t[kGroups * 8];
@@ -20,13 +20,14 @@ template <class Tile> struct Rows {
   const int64_t plane_size;
   unsigned char* const ring;
   const int thread;
-  const int left;  // pixels of the row from the thread's first on
+  const int left;                         // pixels of the row from the thread's first on
   const bool inside, two, second_inside;  // of a row that is one tile
   Pixel pixel, second;
   float largest;  // magnitude of those that were converted
 
   // Of a sample's x, from `column` on.
-  __device__ __forceinline__ Rows(const value_t* sample, int H, int W, int column, unsigned char* ring, int thread)
+  __device__ __forceinline__ Rows(const value_t* sample, int H, int W, int column, unsigned char* ring,
+                                  int thread)
       : source(sample + column + thread), W(W), plane_size(int64_t(H) * W), ring(ring), thread(thread),
         left(W - column - thread), inside(column + thread < W),
         two(Tile::kReadsOn && thread < Tile::Filter::kWidth - 1),
@@ -35,7 +36,8 @@ template <class Tile> struct Rows {
   __device__ __forceinline__ void clear_behind_tile() const {
     constexpr int kBehind = kPixels - Tile::kRowColumns;
     for (int i = thread; i < Tile::kRing * 2 * kGroups * kBehind; i += Tile::kTeamThreads)
-      reinterpret_cast<uint4*>(ring)[i / kBehind * kPixels + Tile::kRowColumns + i % kBehind] = make_uint4(0, 0, 0, 0);
+      reinterpret_cast<uint4*>(ring)[i / kBehind * kPixels + Tile::kRowColumns + i % kBehind] =
+          make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void fetch(int row, int tile) {
     const int before = tile * Tile::kColumns;

@@ -12,8 +12,9 @@ namespace conv::narrow2d {
 
 using namespace tensor_core;
 
-// kStride: columns from one block's tile to the next; 0 where a block has whole rows, kRowTiles tiles each, side by
-// side. kRowGroup: rows of v that belong together. kReadsOn: does a filter see columns behind those of the threads?
+// kStride: columns from one block's tile to the next; 0 where a block has whole rows, kRowTiles tiles each,
+// side by side. kRowGroup: rows of v that belong together. kReadsOn: does a filter see columns behind those
+// of the threads?
 template <class Filter_, int kStride_, int kRowGroup_, int kRowTiles_ = 1,
           bool kReadsOn_ = (kStride_ + Filter_::kWidth - 1 > 128)>
 struct Tile {
@@ -29,10 +30,11 @@ struct Tile {
   static constexpr int kChannelBlocks = (Filter::kOut + kBlockChannels - 1) / kBlockChannels;
   static constexpr int kGroups = (Filter::kIn + 7) / 8;  // of 8 channels in each, zeros behind the last
   static constexpr int kRowColumns = kRowTiles * kColumns;
-  static constexpr int kPixels = kRowColumns + 8;        // in shared memory; those behind the tiles stay zero
-  static constexpr int kRing = Filter::kHeight + 1;      // rows in shared memory
+  static constexpr int kPixels = kRowColumns + 8;    // in shared memory; those behind the tiles stay zero
+  static constexpr int kRing = Filter::kHeight + 1;  // rows in shared memory
   static_assert(kColumns == kTeamThreads, "a thread stages a column");
-  static_assert(kStride <= kColumns && Filter::kWidth <= 9, "a tile's last column reads up to 8 pixels further");
+  static_assert(kStride <= kColumns && Filter::kWidth <= 9,
+                "a tile's last column reads up to 8 pixels further");
   static constexpr bool kReadsOn = kReadsOn_;
 
   // Slices of K, 8 channels of a tap, in the order of their addresses; a product takes two. With an odd
@@ -60,14 +62,17 @@ struct Tile {
     int64_t blocks() const { return int64_t(N) * kChannelBlocks * tiles() * strip_blocks(); }
 
     // Columns of v that a row's tile has, where a block has whole rows.
-    __device__ __forceinline__ int columns_of(int tile) const { return min(kColumns, width() - tile * kColumns); }
+    __device__ __forceinline__ int columns_of(int tile) const {
+      return min(kColumns, width() - tile * kColumns);
+    }
 
     // Of x (N, kIn, H, W): what keeps all multiprocessors busy with the fewest rows read twice. Throws where
     // x is none for this build.
     template <class View> static Geometry of(const View& x) {
       const int64_t most = kRowColumns + (kReadsOn ? Filter::kWidth - 1 : 0);
       if (x.dims != 4 || x.size(1) != Filter::kIn || (!kStride && x.size(3) > most))
-        throw std::invalid_argument("expected x of the channels and the width that the kernels are compiled for");
+        throw std::invalid_argument(
+            "expected x of the channels and the width that the kernels are compiled for");
       Geometry g{int(x.size(0)), int(x.size(2)), int(x.size(3)), 1, 1, 1};
       if constexpr (kStride > 0) g.row_tiles = (g.width() + kStride - 1) / kStride;
       const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
@@ -76,7 +81,8 @@ struct Tile {
       // Rows that the busiest multiprocessor reads, of `pairs` strips for each team.
       const auto rows_read = [&](int64_t pairs) {
         const int64_t strip = (groups + kTeams * pairs - 1) / (kTeams * pairs);
-        return (row * pairs + multiprocessors - 1) / multiprocessors * (strip * kRowGroup + Filter::kHeight + 3);
+        return (row * pairs + multiprocessors - 1) / multiprocessors *
+               (strip * kRowGroup + Filter::kHeight + 3);
       };
       int64_t pairs = 1;
       for (int64_t more = 2; row && more <= (kTeams * multiprocessors + row - 1) / row; more++)
@@ -126,7 +132,8 @@ struct Tile {
     const int first_own;  // of the block's channels
     const int64_t first;  // channel, counted through the samples
     int columns;          // of the tile that is accepted
-    __device__ __forceinline__ Place(const Storage& storage, const Geometry& geometry, const Job& job, int first_own)
+    __device__ __forceinline__ Place(const Storage& storage, const Geometry& geometry, const Job& job,
+                                     int first_own)
         : storage(storage), geometry(geometry), job(job), first_own(first_own),
           first(int64_t(job.n) * kChannels + job.first_channel + first_own), columns(job.columns) {}
     __device__ __forceinline__ int64_t sample() const { return job.n; }

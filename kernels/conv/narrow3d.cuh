@@ -48,8 +48,7 @@ struct WarpTile {
 };
 
 // Where a block works.
-template <class S>
-struct Place {
+template <class S> struct Place {
   const Convolution<S>& c;
   const Tile& tile;
   MainloopStorage<S>& storage;
@@ -77,27 +76,21 @@ struct IdleWarp {
   __device__ __forceinline__ void overlap(int) {}
   __device__ __forceinline__ void accepted(const WarpTile&) {}
   __device__ __forceinline__ void end() {}
-  template <class Place>
-  __device__ __forceinline__ void finish(const Place&) {}
+  template <class Place> __device__ __forceinline__ void finish(const Place&) {}
 };
 struct NoRoom {};
 
 // The rooms of several sinks, one after the other.
-template <class S, class Sink>
-struct Room : Sink::template Shared<S> {};
-template <class S, class... Sinks>
-struct Rooms {};
+template <class S, class Sink> struct Room : Sink::template Shared<S> {};
+template <class S, class... Sinks> struct Rooms {};
 template <class S, class First, class... Rest>
 struct Rooms<S, First, Rest...> : Room<S, First>, Rooms<S, Rest...> {};
 
-template <class Warp, class = void>
-constexpr bool has_offset = false;
-template <class Warp>
-constexpr bool has_offset<Warp, std::void_t<decltype(Warp::offset)>> = true;
+template <class Warp, class = void> constexpr bool has_offset = false;
+template <class Warp> constexpr bool has_offset<Warp, std::void_t<decltype(Warp::offset)>> = true;
 
 // Several sinks' warps as one.
-template <class S, class... Sinks>
-struct Warps {
+template <class S, class... Sinks> struct Warps {
   __device__ __forceinline__ Warps(Rooms<S>&, const Place<S>&) {}
   __device__ __forceinline__ void begin(float) {}
   __device__ __forceinline__ void expect(const WarpTile&) {}
@@ -107,8 +100,7 @@ struct Warps {
   __device__ __forceinline__ void end() {}
   __device__ __forceinline__ void finish(const Place<S>&) {}
 };
-template <class S, class First, class... Rest>
-struct Warps<S, First, Rest...> {
+template <class S, class First, class... Rest> struct Warps<S, First, Rest...> {
   using Warp = typename First::template Warp<S>;
   Warp first;
   Warps<S, Rest...> rest;
@@ -123,18 +115,15 @@ struct Warps<S, First, Rest...> {
   template <class Offset>
   __device__ __forceinline__ void accept(Accumulators& v, const WarpTile& tile, const Offset& offset) {
     first.accept(v, tile, offset);
-    if constexpr (has_offset<Warp>)
-      rest.accept(v, tile, first.offset);
-    else
-      rest.accept(v, tile, offset);
+    if constexpr (has_offset<Warp>) rest.accept(v, tile, first.offset);
+    else rest.accept(v, tile, offset);
     first.accepted(tile);
   }
   __device__ __forceinline__ void end() { first.end(), rest.end(); }
   __device__ __forceinline__ void finish(const Place<S>& place) { first.finish(place), rest.finish(place); }
 };
 
-template <class S, class Weights = RegisterWeights<S>>
-struct Mainloop {
+template <class S, class Weights = RegisterWeights<S>> struct Mainloop {
   static constexpr int kAhead =
       S::kDepth + 1;  // the plane of x that is split while an output plane is computed
   const Block<S> block;
@@ -179,8 +168,7 @@ struct Mainloop {
 
   // Hands the first `count` of the tile's turns to `sink`, a Warp or several, plane by plane. It may have to
   // start again.
-  template <class Sink>
-  __device__ __forceinline__ void run(Sink& sink, int count) {
+  template <class Sink> __device__ __forceinline__ void run(Sink& sink, int count) {
     const int planes = count ? (count + block.turns - 1) / block.turns + S::kDepth - 1 : 0;  // of x
     do {
       if (operands.fetched) operands.take_weights();
@@ -192,8 +180,7 @@ struct Mainloop {
  private:
   __device__ __forceinline__ uint64_t* done(int plane) const { return block.storage.done + plane % 2; }
 
-  template <class Sink>
-  __device__ __forceinline__ void run_once(Sink& sink, int count, int planes) {
+  template <class Sink> __device__ __forceinline__ void run_once(Sink& sink, int count, int planes) {
     const Convolution<S>& c = block.c;
     stage.set_off(kAhead, planes);
 #pragma unroll 1
@@ -271,9 +258,7 @@ struct Mainloop {
       for (int i = s * S::kHighWords | 1; i < (s + 1) * S::kHighWords; i += 2) {
         uint32_t high[4], low[4];
         weights.template get<2>(high, S::kHighs + i - 1);
-        if constexpr (S::kSplit) {
-          weights.template get<2>(low, S::kLows + i - 1);
-        }
+        if constexpr (S::kSplit) { weights.template get<2>(low, S::kLows + i - 1); }
 #pragma unroll
         for (int j = 0; j < kFragments; j++) {
           multiply_add<typename S::operand_t>(sum[j], high, words[j][i - 1], words[j][i]);
@@ -293,15 +278,9 @@ struct Mainloop {
                   kLastLow = S::kSteps * S::kLowWords - 1;  // without a neighbour?
     constexpr bool kOne = kLast % 2 == 0, kOneLow = kLastLow >= 0 && kLastLow % 2 == 0;
     uint32_t high[2], low[2], rest[2];
-    if constexpr (kOne) {
-      weights.template get<1>(high, S::kHighs + kLast);
-    }
-    if constexpr (kOne && S::kSplit) {
-      weights.template get<1>(low, S::kLows + kLast);
-    }
-    if constexpr (kOneLow) {
-      weights.template get<1>(rest, S::kRest + kLastLow);
-    }
+    if constexpr (kOne) { weights.template get<1>(high, S::kHighs + kLast); }
+    if constexpr (kOne && S::kSplit) { weights.template get<1>(low, S::kLows + kLast); }
+    if constexpr (kOneLow) { weights.template get<1>(rest, S::kRest + kLastLow); }
 #pragma unroll
     for (int j = 0; j < kFragments; j++) {
       if (kOne && S::kSplit) multiply_add<typename S::operand_t>(low_sum[j], low[0], low[1], words[j][kLast]);
@@ -321,18 +300,15 @@ struct Mainloop {
 
 // Weights that are too many for registers lie in shared memory.
 template <class S> constexpr bool kWeightsFitRegisters = 2 * S::kWeightWords <= 96;
-template <class S, bool kInRegisters = kWeightsFitRegisters<S>>
-struct WeightsRoom {
+template <class S, bool kInRegisters = kWeightsFitRegisters<S>> struct WeightsRoom {
   __device__ __forceinline__ RegisterWeights<S> weights() const { return {}; }
 };
-template <class S>
-struct WeightsRoom<S, false> {
+template <class S> struct WeightsRoom<S, false> {
   alignas(16) uint4 fragments[S::kWeightWords / 2 * 32];
   __device__ __forceinline__ SharedWeights weights() { return SharedWeights(fragments); }
 };
 
-template <class S, class... Sinks>
-struct SharedStorage : WeightsRoom<S> {
+template <class S, class... Sinks> struct SharedStorage : WeightsRoom<S> {
   alignas(16) Rooms<S, Sinks...> rooms;
   MainloopStorage<S> mainloop;
 };
@@ -358,7 +334,8 @@ __global__ void __launch_bounds__(kBlock, 1) convolve_kernel(const Convolution<S
   const int first_channel = blockIdx.y * 16;
   const auto weights = storage.weights();
   Mainloop<S, std::remove_const_t<decltype(weights)>> mainloop(
-      c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared + kStorageUnits<Storage>), first_channel, weights);
+      c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared + kStorageUnits<Storage>), first_channel,
+      weights);
   const Place<S> place{c, tile, storage.mainloop, first_channel};
   Warps<S, Sinks...> warps(storage.rooms, place, sinks...);
   mainloop.run(warps, tile.planes * mainloop.turns());

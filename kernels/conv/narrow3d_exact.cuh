@@ -9,10 +9,8 @@ namespace conv::narrow3d {
 struct Doubt {
   uint32_t* words;
 
-  template <class S>
-  struct Shared : NoRoom {};
-  template <class S>
-  struct Warp : IdleWarp {
+  template <class S> struct Shared : NoRoom {};
+  template <class S> struct Warp : IdleWarp {
     const Doubt& sink;
     float nothing = 0;  // or NaN
 
@@ -33,16 +31,15 @@ struct Doubt {
       }
       doubt = __any_sync(~0u, doubt);
       const int64_t block = (place.tile.n * place.c.slots() + place.tile.slot) * gridDim.y + blockIdx.y;
-      if (lane == 0) sink.words[block * kBlockWarps + threadIdx.x / 32] = doubt ? __float_as_uint(INFINITY) : 0;
+      if (lane == 0)
+        sink.words[block * kBlockWarps + threadIdx.x / 32] = doubt ? __float_as_uint(INFINITY) : 0;
     }
   };
 };
 
 // Does a sink leave other values in v's place? Then v is looked at before.
-template <class Sink, class = void>
-constexpr bool leaves_values = false;
-template <class Sink>
-constexpr bool leaves_values<Sink, std::enable_if_t<Sink::kLeavesValues>> = true;
+template <class Sink, class = void> constexpr bool leaves_values = false;
+template <class Sink> constexpr bool leaves_values<Sink, std::enable_if_t<Sink::kLeavesValues>> = true;
 
 // The convolution for sinks whose results `each` computes one by one (conv/exact.cuh).
 template <class S, class Each, class... Sinks>

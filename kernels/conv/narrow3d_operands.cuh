@@ -26,16 +26,14 @@ __device__ inline float shift_from(float first, float central, float last) {
   const float value = middle(first, central, last);
   return fabsf(value) < 1e36f ? value : 0.f;
 }
-template <class S>
-__device__ float shift_of(const Convolution<S>& c, int64_t n, int k) {
+template <class S> __device__ float shift_of(const Convolution<S>& c, int64_t n, int k) {
   const typename S::value_t* const x = c.x + (n * S::kIn + k) * c.channel;
   return S::kSplit ? shift_from(x[0], x[c.channel / 2], x[c.channel - 1]) : 0.f;
 }
 
 // What shifting x takes from a channel of sample n: in double, it may be many times the spread. Eight lanes
 // share the work, and all have the result.
-template <class S>
-__device__ double level_of(const Convolution<S>& c, int64_t n, int channel) {
+template <class S> __device__ double level_of(const Convolution<S>& c, int64_t n, int channel) {
   double level = 0;
   for (int i = 0; i < S::kIn; i++) {
     double taps = 0;
@@ -64,8 +62,7 @@ template <int kCount> __device__ __forceinline__ void store_words(uint32_t* at, 
 }
 
 // Each warp has them all, in registers.
-template <class S>
-struct RegisterWeights {
+template <class S> struct RegisterWeights {
   uint32_t words[S::kWeightWords][2];
   static constexpr int kStepStride = 1;  // a warp makes the words of these steps, from first_step() on
   __device__ __forceinline__ static int first_step() { return 0; }
@@ -92,19 +89,18 @@ struct SharedWeights {
   }
 };
 
-template <class S, class Weights>
-struct Operands {
+template <class S, class Weights> struct Operands {
   static constexpr int kFilter = S::kIn * S::kTaps;
   // What is scaled lies below 2^11: a guess that is 16 times too large still fits.
   static constexpr int kTop = 10;
 
   const Block<S> block;
   Weights weights;
-  int first_channel;            // of the weights
-  bool fetched;                 // are there weights in shared memory that are to be taken?
-  float scale = 1;              // of x's largest channel, the smallest of all
+  int first_channel;               // of the weights
+  bool fetched;                    // are there weights in shared memory that are to be taken?
+  float scale = 1;                 // of x's largest channel, the smallest of all
   bool scales_known = !S::kSplit;  // or a guess, until a run has seen the whole tile; 16 bits need none
-  __half2 magnitude;            // the largest that this thread has scaled in a run, of each of two
+  __half2 magnitude;               // the largest that this thread has scaled in a run, of each of two
 
   __device__ __forceinline__ Operands(const Block<S>& block, const Weights& weights)
       : block(block), weights(weights) {}
@@ -286,8 +282,7 @@ struct Operands {
   }
 
   // Splits kCount (4 or 1) pixels v [channel][pixel], from `at` on in the ring.
-  template <int kCount>
-  __device__ __forceinline__ void put(int at, const float (&v)[S::kIn][4]) {
+  template <int kCount> __device__ __forceinline__ void put(int at, const float (&v)[S::kIn][4]) {
     uint32_t words[S::kWords][4];
     if constexpr (S::kSplit) {
       float half[2 * S::kIn][kCount];  // highs, before they are rounded, then lows

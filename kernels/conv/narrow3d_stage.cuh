@@ -6,8 +6,7 @@
 
 namespace conv::narrow3d {
 
-template <class S>
-struct Stage {
+template <class S> struct Stage {
   const Block<S> block;
 #if __CUDA_ARCH__ >= 900
   const bool bulk = S::kSplit ? block.c.aligned : block.c.bulk;  // the same, of float32

@@ -22,7 +22,8 @@
 #include "core/vector.cuh"
 #include "host/tensor.h"
 
-#ifndef LEAST_SHARED  // bytes set aside for sinks, so that builds with other sinks have the same tiles: v is then the same, bit for bit
+#ifndef LEAST_SHARED  // bytes set aside for sinks, so that builds with other sinks have the same tiles: v is
+                      // then the same, bit for bit
 #define LEAST_SHARED 0
 #endif
 
@@ -31,13 +32,12 @@ namespace conv::narrow3d {
 using namespace tensor_core;
 
 constexpr int kBlock = 384, kBlockWarps = kBlock / 32;  // 168 registers a thread
-constexpr int kRaw = 3;                // planes on their way
-constexpr int kFragments = 4;          // of 8 positions, that a warp computes side by side
+constexpr int kRaw = 3;                                 // planes on their way
+constexpr int kFragments = 4;                           // of 8 positions, that a warp computes side by side
 constexpr int kTurn = 8 * kFragments;  // positions that a warp computes at a time; warps take turns
 
 // What is compiled for: x's and the weights' type, and the sizes of the filters.
-template <class Value, int kChannelsIn, int kChannelsOut, int kPlanes, int kRows, int kColumns>
-struct Shape {
+template <class Value, int kChannelsIn, int kChannelsOut, int kPlanes, int kRows, int kColumns> struct Shape {
   using value_t = Value;
   static constexpr int kIn = kChannelsIn, kOut = kChannelsOut, kDepth = kPlanes, kHeight = kRows;
   static constexpr int kWidth = kColumns, kTaps = kDepth * kHeight * kWidth;
@@ -65,16 +65,14 @@ struct Shape {
 inline int64_t round_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
 // Throws where a tensor hasn't so many elements.
-template <class T>
-void expect(const inline_loader::View<T>& tensor, int64_t count) {
+template <class T> void expect(const inline_loader::View<T>& tensor, int64_t count) {
   const int64_t found = tensor.numel();
   if (found != count)
     throw std::invalid_argument("expected a tensor of " + std::to_string(count) + " elements, got " +
                                 std::to_string(found));
 }
 
-template <class S>
-struct Convolution {
+template <class S> struct Convolution {
   const typename S::value_t* x;
   const typename S::value_t* weight;
   int64_t channel;  // D·H·W
@@ -86,7 +84,7 @@ struct Convolution {
   bool aligned;                    // rows of x start at multiples of four elements, 16 bytes of float32
   bool bulk;                       // rows of x start at multiples of 16 bytes
   int64_t N;                       // the host's
-  HOST_DEVICE int slots() const { return slabs * chunks; }                            // tiles of a sample
+  HOST_DEVICE int slots() const { return slabs * chunks; }            // tiles of a sample
   HOST_DEVICE int64_t size() const { return int64_t(OD) * OH * OW; }  // of a channel of the result
   HOST_DEVICE int turns() const { return (min(rows, OH) * OW + kTurn - 1) / kTurn; }  // of a tile's plane
 
@@ -125,7 +123,8 @@ Convolution<S> convolution(const In<typename S::value_t>& x, const In<typename S
   // The rows of a group of taps start in different banks: 12 or 24 modulo 32 pixels apart.
   const int padded = int(round_up(c.W, 4));
   c.pitch = padded + min((12 - padded % 32 + 32) % 32, (24 - padded % 32 + 32) % 32);
-  if (LEAST_SHARED && own > LEAST_SHARED) throw std::invalid_argument("expected sinks with less shared memory");
+  if (LEAST_SHARED && own > LEAST_SHARED)
+    throw std::invalid_argument("expected sinks with less shared memory");
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - max(own, LEAST_SHARED);
   const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
   int unit = 1;  // of rows
@@ -153,8 +152,7 @@ struct Tile {
   int64_t n;
   int slot, first_row, rows, first_plane, planes;
   int positions;  // in a plane
-  template <class S>
-  __device__ Tile(const Convolution<S>& c, unsigned job) {
+  template <class S> __device__ Tile(const Convolution<S>& c, unsigned job) {
     n = job / c.slots(), slot = int(job % c.slots());
     first_row = slot % c.slabs * c.rows, rows = min(c.rows, c.OH - first_row);
     first_plane = slot / c.slabs * c.depth, planes = min(c.depth, c.OD - first_plane);
@@ -163,8 +161,7 @@ struct Tile {
 };
 
 // Output positions of a sample's tile.
-template <class S>
-__device__ float slot_count(const Convolution<S>& c, int slot) {
+template <class S> __device__ float slot_count(const Convolution<S>& c, int slot) {
   const int rows = min(c.rows, c.OH - slot % c.slabs * c.rows);
   const int planes = min(c.depth, c.OD - slot / c.slabs * c.depth);
   return float(rows) * float(planes) * float(c.OW);
@@ -177,8 +174,7 @@ struct Scaling {
 };
 
 // A block's static shared memory, of which each kernel has some, and more of its own.
-template <class S>
-struct MainloopStorage {
+template <class S> struct MainloopStorage {
   uint64_t done[2];                         // a barrier: all threads are through with a plane of output
   uint64_t arrived[kRaw];                   // and: a raw plane has been copied
   Moments<float> moments[kBlockWarps][16];  // statistics by warp and channel
@@ -190,8 +186,7 @@ struct MainloopStorage {
 
 // What a thread knows of its block: the tile, the planes of x that it needs, and shared memory. A plane's
 // items, `width` neighbouring pixels each, are shared out among the threads.
-template <class S>
-struct Block {
+template <class S> struct Block {
   const Convolution<S>& c;
   const Tile& tile;
   MainloopStorage<S>& storage;

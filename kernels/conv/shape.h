@@ -1,4 +1,5 @@
-// What convolution a kernel is compiled for: channels in and out; a filter's extents, (planes,) rows, columns; and what is around x.
+// What convolution a kernel is compiled for: channels in and out; a filter's extents, (planes,) rows,
+// columns; and what is around x.
 #pragma once
 
 namespace conv {

@@ -1,9 +1,9 @@
-// A 2-D or 3-D convolution of any size, with padding, stride and dilation: a tail of v = conv(x, weight), which
-// is never written, to a sink, on compute capability 9.0. Operands as in
-// conv/wide.cuh.
+// A 2-D or 3-D convolution of any size, with padding, stride and dilation: a tail of v = conv(x, weight),
+// which is never written, to a sink, on compute capability 9.0. Operands as in conv/wide.cuh.
 //
 //   conv/stream_operands.cuh, conv/stream_views.cuh   sizes, packing
-//   conv/stream_sm90.cuh, conv/stream_views_sm90.cuh  the convolution, of operands that the copy engine gathers, or of views
+//   conv/stream_sm90.cuh, conv/stream_views_sm90.cuh  the convolution, of operands that the copy engine
+//                                                     gathers, or of views
 //   store/positions.cuh, reduce/stream.cuh   sinks
 //
 // Bytes at (128, 256, 28, 28), 3×3, 256 channels out, bfloat16, channels last: 51 MB read, 51 MB written.
@@ -59,7 +59,8 @@ template <class Filter, class T> struct Walked {
   }
 };
 
-// Results that a pointwise tail makes, one by one, as store::Positions stores them channels last: y (N, …, kOut).
+// Results that a pointwise tail makes, one by one, as store::Positions stores them channels last: y (N, …,
+// kOut).
 template <class Values, class T, class Tail, bool kRounds> struct WalkedLast {
   Values v;
   T* y;
@@ -96,32 +97,37 @@ template <class Values, class Pool, class T, class Tail> struct WalkedWindows {
 #pragma unroll 1
     for (int element = 0; element < Pool::kArea; element++) {
       const int row = element / Pool::kWidth;
-      const float value = of(line / PH * Pool::kDepth + row / Pool::kHeight,
-                             line % PH * Pool::kHeight + row % Pool::kHeight,
-                             at % PW * Pool::kWidth + element % Pool::kWidth);
+      const float value =
+          of(line / PH * Pool::kDepth + row / Pool::kHeight, line % PH * Pool::kHeight + row % Pool::kHeight,
+             at % PW * Pool::kWidth + element % Pool::kWidth);
       pooled = element == 0 ? value : Pool::Reduction::merge(pooled, value);
     }
     y[n * results() + i] = T(tail.after(pooled, channel));
   }
 };
 
-// Columns of a consumer: else too few stages fit, or sums of a step beside those of all, or results beside sums.
+// Columns of a consumer: else too few stages fit, or sums of a step beside those of all, or results beside
+// sums.
 template <class Filter, bool kBesides> constexpr int stream_columns(int columns) {
   const int most = kBesides ? kMostReduced : Filter::kOut > 64 ? 256 : 192;
   return columns < most ? columns : most;
 }
 // Warps' shares of a sample's positions, at most.
-inline int64_t stream_parts(int64_t positions, int columns) { return (positions + columns - 1) / columns + 1; }
+inline int64_t stream_parts(int64_t positions, int columns) {
+  return (positions + columns - 1) / columns + 1;
+}
 
 constexpr int kViews = 0;  // as kFolded below
 
 // The same as `stream` below by views of patches: of x (N, C, (D,) H, W), to a sink that stores.
 template <class Filter, class Operands, int kSharedLimit, class Tail, class Out, class More, class Behind>
-void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk, const Tail& tail,
-           const Out& out, const More& more, uint32_t* largest, cudaStream_t stream, const Behind& behind) {
+void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
+           const Tail& tail, const Out& out, const More& more, uint32_t* largest, cudaStream_t stream,
+           const Behind& behind) {
   using Conv = Views<Filter, Operands>;
   using Loop = ViewsSm90<Conv, Tail, Out, More, kSharedLimit>;
-  expect(x.dims == Filter::kDims + 2 && x.size(1) == Filter::kIn, "an image of the channels that are compiled for");
+  expect(x.dims == Filter::kDims + 2 && x.size(1) == Filter::kIn,
+         "an image of the channels that are compiled for");
   const int taps[] = {Filter::kDepth, Filter::kHeight, Filter::kWidth};
   const int64_t N = x.size(0);
   Lattice at;
@@ -129,7 +135,8 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
   for (int d = 0; d < 3; d++) {
     expect(walk.stride[d] == 1, "a filter that moves by single pixels");
     at.extents[d] = d >= 3 - Filter::kDims ? int(x.size(d - 3)) : 1, at.before[d] = walk.before[d];
-    padded[d] = at.extents[d] + walk.before[d] + walk.behind[d], results[d] = walked(walk, d, at.extents[d], taps[d]);
+    padded[d] = at.extents[d] + walk.before[d] + walk.behind[d],
+    results[d] = walked(walk, d, at.extents[d], taps[d]);
     expect(results[d] > 0, "an image that the filter fits into");
   }
   const int64_t pixels = padded[0] * padded[1] * padded[2], last = pixels + Conv::kTilePositions;
@@ -140,7 +147,8 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
   at.lines = int(padded[1]), at.of_row = reciprocal(padded[2]), at.of_lines = reciprocal(padded[1]);
   at.row = int(padded[2]), at.plane = int(padded[1] * padded[2]), at.sample = int(pixels);
   at.OD = int(results[0]), at.OH = int(results[1]), at.OW = int(results[2]);
-  at.taps[0] = walk.dilation[0] * at.plane, at.taps[1] = walk.dilation[1] * at.row, at.taps[2] = walk.dilation[2];
+  at.taps[0] = walk.dilation[0] * at.plane, at.taps[1] = walk.dilation[1] * at.row,
+  at.taps[2] = walk.dilation[2];
   at.patch = Conv::kTilePositions + (taps[1] - 1) * at.taps[1] + (taps[2] - 1) * at.taps[2];
   const int teams = Loop::teams(at), stages = Loop::stages(at, teams);
   expect(stages > 0, "a patch of which shared memory has room for one");
@@ -149,18 +157,21 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
   const Scratch<int32_t> exponents(Conv::kPaddedOut, stream);
   const Scratch<uint4> packed_weight(Conv::kPackedWeights, stream);
   const Scales<Operands> scales{largest, N};
-  pack_views_weight_kernel<Conv><<<Conv::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
+  pack_views_weight_kernel<Conv>
+      <<<Conv::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
   // The last tile's patches end behind the last pixel.
   const Scratch<uint4> packed(N * pixels * Conv::kUnits + Conv::kTilePositions + at.patch, stream);
   pack_views<Conv>(packed, scales, x, at, stream);
-  convolve_views<Loop>({out, more, packed_weight, packed, exponents, scales, tail, int(N), teams, stages, at}, stream);
+  convolve_views<Loop>({out, more, packed_weight, packed, exponents, scales, tail, int(N), teams, stages, at},
+                       stream);
   if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Conv::kPaddedOut});
 }
 
-// x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest: Scales' words, of which the first N
-// become the bits of each sample's largest magnitude, where operands are single its largest finite one. Where channels last values are
-// operands as they are, C is a multiple of 8. kFolded: taps of a row whose pixels are one row of operands, all of it
-// where columns are neighbours, or 1; or kViews. behind(Doubts) computes again what a float16 can't hold.
+// x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest: Scales' words, of which the
+// first N become the bits of each sample's largest magnitude, where operands are single its largest finite
+// one. Where channels last values are operands as they are, C is a multiple of 8. kFolded: taps of a row
+// whose pixels are one row of operands, all of it where columns are neighbours, or 1; or kViews.
+// behind(Doubts) computes again what a float16 can't hold.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
           int kFolded, class Pool = Unpooled, class Tail, class Out, class More, class Behind>
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
@@ -208,26 +219,40 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   const Scratch<int32_t> exponents(Loop::kPaddedOut, stream);
   const Scratch<uint4> packed_weight(Loop::kPackedWeights, stream);
   const Scales<Operands> scales{largest, N};
-  pack_stream_weight_kernel<Conv><<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
+  pack_stream_weight_kernel<Conv>
+      <<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
   const Scratch<uint4> packed(kLast ? 0 : N * rows.S * (Loop::kPixel / 8), stream);
   const operand_t* operands = reinterpret_cast<const operand_t*>(packed.data);
   if constexpr (kLast) operands = reinterpret_cast<const operand_t*>(x.data);
   else pack_image<Conv>(packed, scales, x, rows, stream);
-  const auto image = image_map<Filter::kDims, Loop::kGroup>(operands, N, sizes[0], sizes[1], rows.pitch,
-                                                            Loop::kPixel, taps, outputs, Loop::kFetched, kFolded);
-  convolve_stream<Loop>(
-      image, {out, more, packed_weight, exponents, scales, tail, int(N), int(OD), int(OH), int(OW), outputs,
-              {walk.stride[0], walk.stride[1], walk.stride[2]}}, stream);
+  const auto image = image_map<Filter::kDims, Loop::kGroup>(
+      operands, N, sizes[0], sizes[1], rows.pitch, Loop::kPixel, taps, outputs, Loop::kFetched, kFolded);
+  convolve_stream<Loop>(image,
+                        {out,
+                         more,
+                         packed_weight,
+                         exponents,
+                         scales,
+                         tail,
+                         int(N),
+                         int(OD),
+                         int(OH),
+                         int(OW),
+                         outputs,
+                         {walk.stride[0], walk.stride[1], walk.stride[2]}},
+                        stream);
   if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Loop::kPaddedOut});
 }
 
-// y.to = y.tail(conv(x, weight)), or what it makes of windows of that; where there is `more`, that, too. Right for
-// all values of x and weight. kResultsLast: do they lie channels last? kRounds: and are rounded to TF32?
+// y.to = y.tail(conv(x, weight)), or what it makes of windows of that; where there is `more`, that, too.
+// Right for all values of x and weight. kResultsLast: do they lie channels last? kRounds: and are rounded to
+// TF32?
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
-          int kFolded, bool kResultsLast, bool kRounds, class Pool = Unpooled, class T, class Tail, class... Ts,
-          class... Tails>
-void streamed(const In<typename Operands::value_t>& x, const In<typename Operands::value_t>& weight, const Walk& walk,
-              cudaStream_t stream, const Stored<T, Tail>& y, const Stored<Ts, Tails>&... more) {
+          int kFolded, bool kResultsLast, bool kRounds, class Pool = Unpooled, class T, class Tail,
+          class... Ts, class... Tails>
+void streamed(const In<typename Operands::value_t>& x, const In<typename Operands::value_t>& weight,
+              const Walk& walk, cudaStream_t stream, const Stored<T, Tail>& y,
+              const Stored<Ts, Tails>&... more) {
   static_assert(sizeof...(more) == 0 || (sizeof...(more) == 1 && Pool::kArea == 1));
   static_assert(!kLast || !Operands::kScaled, "what is computed again lies in planes");
   static_assert(!kResultsLast || Pool::kArea == 1 || !Operands::kScaled, "so do windows");
@@ -237,7 +262,8 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
     const Values v(x, weight, walk);
     if constexpr (Pool::kArea > 1) {
       const int windows[] = {v.OD / Pool::kDepth, v.OH / Pool::kHeight, v.OW / Pool::kWidth};
-      const WalkedWindows<Values, Pool, T, Tail> each{v, y.to.data, y.tail, windows[0], windows[1], windows[2]};
+      const WalkedWindows<Values, Pool, T, Tail> each{v,          y.to.data,  y.tail,
+                                                      windows[0], windows[1], windows[2]};
       exact(doubts, x.size(0), each, stream);
     } else {
       const auto each = all_of(each_stored<T, kResultsLast, kRounds>(v, y.to.data, y.tail),
@@ -248,9 +274,11 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
   const auto launch = [&](const auto& besides) {
     const store::Positions<T, kResultsLast, kRounds> out{y.to};
     if constexpr (kFolded == kViews)
-      conv::views<Filter, Operands, kSharedLimit>(x, weight, walk, y.tail, out, besides, largest, stream, behind);
-    else conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, kFolded, Pool>(
-        x, weight, walk, y.tail, out, besides, largest, stream, behind);
+      conv::views<Filter, Operands, kSharedLimit>(x, weight, walk, y.tail, out, besides, largest, stream,
+                                                  behind);
+    else
+      conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, kFolded, Pool>(
+          x, weight, walk, y.tail, out, besides, largest, stream, behind);
   };
   if constexpr (sizeof...(more) == 0) launch(NoSink{});
   else launch(Sunk<Tails..., store::Positions<Ts..., kResultsLast>>{more.tail..., {more.to...}});

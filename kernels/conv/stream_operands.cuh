@@ -2,13 +2,13 @@
 // and tensor cores want them.
 //
 //   x        (N, (D,) H, W, kPixel) of operands: C padded to a multiple of 8; where it is that already, it is
-//            not packed. Split, 16 channels' high parts and then their low ones, or 8 and 8 where that is all.
-//            Folded, rows have their padding
+//            not packed. Split, 16 channels' high parts and then their low ones, or 8 and 8 where that is
+//            all. Folded, rows have their padding
 //   weights  [channel block][group of kGroup operands of a row][copy], kBlockChannels rows of kGroup values,
-//            swizzled (core/tensor_map.cuh): as a row's; beside 8 and 8, [high, high], and then as many rows of
-//            [low, 0]
-// float32 is scaled as conv/wide_operands.cuh says, or where operands look ahead as Scales do; samples which the first
-// scale does not fit are packed once more.
+//            swizzled (core/tensor_map.cuh): as a row's; beside 8 and 8, [high, high], and then as many rows
+//            of [low, 0]
+// float32 is scaled as conv/wide_operands.cuh says, or where operands look ahead as Scales do; samples which
+// the first scale does not fit are packed once more.
 #pragma once
 #include "conv/wide_operands.cuh"
 #include "core/tensor_map.cuh"
@@ -20,23 +20,27 @@ namespace conv {
 // = 128 channels; where it has 64, the same channels at other positions. kCluster blocks, 1 or 2, share what
 // both need. The first consumer is kLead steps ahead, so that one stores while the other still multiplies.
 //
-// A step of K is a copy of a group of 64 operands, which a tap meets; of few channels it is kSlabs of them. What the
-// copy engine fetches takes it as long for a few channels as for 64. So, of few, a row of its operands may have kFolded
-// neighbouring pixels, all that a filter's row meets: they lie one behind the other in x.
-template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_, int kLead_, int kFolded_>
+// A step of K is a copy of a group of 64 operands, which a tap meets; of few channels it is kSlabs of them.
+// What the copy engine fetches takes it as long for a few channels as for 64. So, of few, a row of its
+// operands may have kFolded neighbouring pixels, all that a filter's row meets: they lie one behind the other
+// in x.
+template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_, int kLead_,
+          int kFolded_>
 struct Stream : Operands_ {
   using Filter = Filter_;
   using Operands = Operands_;
   static constexpr bool kTransposed = false;
   static constexpr int kChannelsIn = Filter::kIn, kChannelsOut = Filter::kOut;
   static constexpr int kDims = Filter::kDims, kTaps = Filter::kTaps;
-  static constexpr int kFolded = kFolded_, kCopies = kTaps / kFolded, kCopiesOfLine = Filter::kWidth / kFolded;
+  static constexpr int kFolded = kFolded_, kCopies = kTaps / kFolded,
+                       kCopiesOfLine = Filter::kWidth / kFolded;
   // Of a part's neighbours; the operands of a pixel, a row and a group.
   static constexpr int kParts = Operands::kParts, kBeside = kParts == 1 || kChannelsIn <= 8 ? 8 : 16;
   static constexpr int kPixel = ceil_div(kChannelsIn, kBeside) * kBeside * kParts;
   static constexpr int kRow = kPixel * kFolded, kGroup = kRow > 32 ? 64 : kRow > 16 ? 32 : 16;
   static constexpr int kGroups = ceil_div(kRow, kGroup), kSlabs = 64 / kGroup;
-  static_assert(kFolded == 1 || (kFolded == Filter::kWidth && kBeside == 8 && kRow <= 64), "rows of one group");
+  static_assert(kFolded == 1 || (kFolded == Filter::kWidth && kBeside == 8 && kRow <= 64),
+                "rows of one group");
   static constexpr int kSteps = ceil_div(kGroups * kCopies, kSlabs);
   static constexpr int kLastSlabs = kGroups * kCopies - (kSteps - 1) * kSlabs;  // of the last step
   // Sixteens of channels of a group, and of the last one; products of depth 16 for each, and where their
@@ -44,7 +48,8 @@ struct Stream : Operands_ {
   static constexpr int kDepth = kParts == 1 || kBeside == 8 ? 16 : 32;
   static constexpr int kDeep = kGroup / kDepth, kLastDeep = ceil_div(kRow - (kGroups - 1) * kGroup, kDepth);
   static constexpr int kProducts = kParts == 1 ? 1 : kBeside == 8 ? 2 : 3;
-  static constexpr int kBlockChannels = kBlockChannels_, kWeightRows = kBlockChannels * (kProducts == 2 ? 2 : 1);
+  static constexpr int kBlockChannels = kBlockChannels_,
+                       kWeightRows = kBlockChannels * (kProducts == 2 ? 2 : 1);
   static HOST_DEVICE constexpr int of_weight(int product) {
     return product != 1 ? 0 : kProducts == 2 ? kBlockChannels * kGroup / 8 : 2;
   }
@@ -54,9 +59,10 @@ struct Stream : Operands_ {
   static constexpr int kChannelBlocks = ceil_div(kChannelsOut, kBlockChannels);
   static constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
   static constexpr int kTilePositions = kColumns * 128 / kBlockChannels;
-  static constexpr int kWeightBytes = kWeightRows * kGroup * 2;   // of a copy of a group
-  static constexpr int kImageBytes = kTilePositions * kGroup * 2; // of that
-  static constexpr int64_t kPackedWeights = int64_t(kChannelBlocks) * kGroups * kCopies * kWeightBytes / 16;  // uint4
+  static constexpr int kWeightBytes = kWeightRows * kGroup * 2;    // of a copy of a group
+  static constexpr int kImageBytes = kTilePositions * kGroup * 2;  // of that
+  static constexpr int64_t kPackedWeights =
+      int64_t(kChannelBlocks) * kGroups * kCopies * kWeightBytes / 16;  // uint4
   static_assert((kBlockChannels == 64 || kBlockChannels == 128) && kColumns % 64 == 0);
 
   // Eights of channels of a pixel; where the first part of one lies, in units of 16 bytes, and the next part.
@@ -64,9 +70,11 @@ struct Stream : Operands_ {
   static HOST_DEVICE constexpr int unit_of(int eight) {
     return eight / kPartPitch * (kPartPitch * kParts) + eight % kPartPitch;
   }
-  // What a row of weights has at place k of a group: the channel, which part, or kParts for zero, and which of a
-  // copy's taps. second: of the rows behind a block's first.
-  struct Entry { int channel, part, tap; };
+  // What a row of weights has at place k of a group: the channel, which part, or kParts for zero, and which
+  // of a copy's taps. second: of the rows behind a block's first.
+  struct Entry {
+    int channel, part, tap;
+  };
   static __device__ __forceinline__ Entry entry(int group, int k, bool second) {
     if (kProducts == 3) return {group * (kGroup / 2) + k / 32 * 16 + k % 16, k / 16 % 2, 0};
     const int tap = kFolded > 1 ? k / kPixel : 0, at = group * kGroup + k - tap * kPixel;
@@ -76,12 +84,12 @@ struct Stream : Operands_ {
   }
 };
 
-// The exponents of samples' scales, from the bits of magnitudes. Where operands look ahead (grad/stream_input.cuh) the
-// first one is that of what was `seen` in a part of a sample, else the same for all. (grad::Scales are those of g that is
-// packed for the weight's gradient.)
+// The exponents of samples' scales, from the bits of magnitudes. Where operands look ahead
+// (grad/stream_input.cuh) the first one is that of what was `seen` in a part of a sample, else the same for
+// all. (grad::Scales are those of g that is packed for the weight's gradient.)
 template <class Operands> struct Scales {
   static constexpr int kOfSample = Operands::kLooksAhead ? 2 : 1;  // words
-  uint32_t* largest;  // (N); behind them what was seen (N)
+  uint32_t* largest;                                               // (N); behind them what was seen (N)
   int64_t N;
 
   HOST_DEVICE uint32_t* seen() const { return largest + N; }
@@ -95,7 +103,8 @@ template <class Operands> struct Scales {
     if constexpr (Operands::kLooksAhead) return Operands::last_exponent(seen()[n], largest[n]);
     else return Operands::sample_exponent(largest[n]);
   }
-  // Is sample n to be packed, or kAgain once more because its first scale doesn't fit? Then under this exponent.
+  // Is sample n to be packed, or kAgain once more because its first scale doesn't fit? Then under this
+  // exponent.
   template <bool kAgain> __device__ __forceinline__ bool packs(int64_t n, int& exponent) const {
     exponent = first(n);
     if constexpr (kAgain) {
@@ -109,23 +118,28 @@ template <class Operands> struct Scales {
 
 // --------------------------------------------------------------------------------------------------- weights
 
-// A block per output channel, a thread per 8 operands of a copy; padding channels are 0. Also clears what Scales
-// read.
+// A block per output channel, a thread per 8 operands of a copy; padding channels are 0. Also clears what
+// Scales read.
 template <class Conv>
 __global__ void __launch_bounds__(kPackThreads)
-pack_stream_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv::Operands> scales,
-                          const typename Conv::value_t* weight) {
+    pack_stream_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv::Operands> scales,
+                              const typename Conv::value_t* weight) {
   constexpr int kCopies = Conv::kCopies, kBlockChannels = Conv::kBlockChannels;
   const int channel = blockIdx.x;
   const bool real = channel < Conv::kChannelsOut;
-  const int exponent = channel_exponent<Conv>(exponents, scales.largest, weight, scales.kOfSample * scales.N, channel, real);
+  const int exponent =
+      channel_exponent<Conv>(exponents, scales.largest, weight, scales.kOfSample * scales.N, channel, real);
   const int block = channel / kBlockChannels;
   constexpr int kUnits = Conv::kGroup / 8, kRows = Conv::kWeightRows;  // of a row; of a copy
-  for (int i = threadIdx.x; i < Conv::kGroups * kCopies * kUnits * (kRows / kBlockChannels); i += kPackThreads) {
+  for (int i = threadIdx.x; i < Conv::kGroups * kCopies * kUnits * (kRows / kBlockChannels);
+       i += kPackThreads) {
     const int unit = i / kCopies, copy = i % kCopies, group = unit / kUnits % Conv::kGroups;
     const bool second = unit / kUnits >= Conv::kGroups;
     const int row = channel % kBlockChannels + (second ? kBlockChannels : 0);
-    union { typename Conv::operand_t values[8]; uint4 all; } pack;
+    union {
+      typename Conv::operand_t values[8];
+      uint4 all;
+    } pack;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
       const auto [c, part, tap] = Conv::entry(group, unit % kUnits * 8 + k, second);
@@ -146,19 +160,22 @@ constexpr int kImageThreads = 256, kImagePatch = 64;  // channels and positions 
 
 constexpr int kRun = 64, kLooksAt = 32;
 
-// scales.seen()[n] = the bits of the largest finite magnitude in a part of sample n: of each channel every kLooksAt-th run of kRun positions,
-// of neighbouring channels other ones. Grid: shares of a sample, samples.
+// scales.seen()[n] = the bits of the largest finite magnitude in a part of sample n: of each channel every
+// kLooksAt-th run of kRun positions, of neighbouring channels other ones. Grid: shares of a sample, samples.
 template <class Conv>
 __global__ void __launch_bounds__(kImageThreads)
-look_ahead_kernel(Scales<typename Conv::Operands> scales, const float* x, int64_t S) {
+    look_ahead_kernel(Scales<typename Conv::Operands> scales, const float* x, int64_t S) {
 #if __CUDA_ARCH__ >= 800
   constexpr int C = Conv::kChannelsIn;
-  const int64_t all = (S + kRun - 1) / kRun, step = min(all, int64_t(kLooksAt)), runs = (all + step - 1) / step;
+  const int64_t all = (S + kRun - 1) / kRun, step = min(all, int64_t(kLooksAt)),
+                runs = (all + step - 1) / step;
   for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
     float largest = 0.f;
 #pragma unroll 4
-    for (int64_t i = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; i < C * runs * kRun; i += gridDim.x * kImageThreads) {
-      const int64_t run = i / kRun, c = run / runs, position = (c % step + run % runs * step) * kRun + i % kRun;
+    for (int64_t i = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; i < C * runs * kRun;
+         i += gridDim.x * kImageThreads) {
+      const int64_t run = i / kRun, c = run / runs,
+                    position = (c % step + run % runs * step) * kRun + i % kRun;
       if (position < S) largest = larger_magnitude(largest, x[(n * C + c) * S + position]);
     }
     raise_largest(scales.seen() + n, largest);
@@ -166,12 +183,13 @@ look_ahead_kernel(Scales<typename Conv::Operands> scales, const float* x, int64_
 #endif
 }
 
-// x (N, kChannelsIn, S) to packed (N, S, kPixel) under samples' first scales, and scales.largest[n] = the bits of
-// the largest magnitude of sample n; without kMarksInfinite, the largest finite one. Or, kAgain, the samples which
-// that scale does not fit. Grid: positions, channels, samples.
+// x (N, kChannelsIn, S) to packed (N, S, kPixel) under samples' first scales, and scales.largest[n] = the
+// bits of the largest magnitude of sample n; without kMarksInfinite, the largest finite one. Or, kAgain, the
+// samples which that scale does not fit. Grid: positions, channels, samples.
 template <class Conv, bool kAgain>
 __global__ void __launch_bounds__(kImageThreads)
-pack_image_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x, int64_t S) {
+    pack_image_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x,
+                      int64_t S) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kPitch = kImagePatch / 2 + 1;  // words of two channels; no conflicts
   constexpr int kParts = Conv::kParts;
@@ -182,7 +200,8 @@ pack_image_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const t
     int exponent;
     if (!scales.template packs<kAgain>(n, exponent)) continue;
     float largest_magnitude = 0.f;
-    for (int64_t first = int64_t(blockIdx.x) * kImagePatch; first < S; first += int64_t(gridDim.x) * kImagePatch) {
+    for (int64_t first = int64_t(blockIdx.x) * kImagePatch; first < S;
+         first += int64_t(gridDim.x) * kImagePatch) {
       const auto* const in = x + (n * Conv::kChannelsIn + first_channel) * S + first;
       float value[16];  // of a lane: two channels of two positions, four times
 #pragma unroll
@@ -193,7 +212,10 @@ pack_image_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const t
       }
 #pragma unroll
       for (int i = 0; i < 16; i += 2) {
-        union { operand_t two[2]; uint32_t word; } pack[kParts];
+        union {
+          operand_t two[2];
+          uint32_t word;
+        } pack[kParts];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           float v = value[i + half];
@@ -229,34 +251,40 @@ pack_image_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const t
 #endif
 }
 
-// Rows of packed pixels: `width` of an image's, and zeros around them, `before` of `pitch`; S pixels of a sample.
+// Rows of packed pixels: `width` of an image's, and zeros around them, `before` of `pitch`; S pixels of a
+// sample.
 struct Rows {
   int64_t S;
   int width, pitch, before;
 };
 
-// Packs 8 channels of a pixel from `channel` on: the first one is *at, the next S behind; zeros for those that aren't there, or where no pixel
-// is `inside`. exponent: of their scale. With kRaises largest becomes their largest magnitude, as above, if that is larger.
+// Packs 8 channels of a pixel from `channel` on: the first one is *at, the next S behind; zeros for those
+// that aren't there, or where no pixel is `inside`. exponent: of their scale. With kRaises largest becomes
+// their largest magnitude, as above, if that is larger.
 template <class Conv, bool kRaises>
-__device__ __forceinline__ void pack_eight(uint4* packed, int64_t part_pitch, const typename Conv::value_t* at, int64_t S, int channel,
+__device__ __forceinline__ void pack_eight(uint4* packed, int64_t part_pitch,
+                                           const typename Conv::value_t* at, int64_t S, int channel,
                                            bool inside, int exponent, float& largest) {
   float value[8];
 #pragma unroll
   for (int c = 0; c < 8; c++) {
     value[c] = inside && channel + c < Conv::kChannelsIn ? float(at[c * S]) : 0.f;
     if constexpr (Conv::kScaled) {
-      if (kRaises) largest = Conv::kMarksInfinite ? fmaxf(largest, fabsf(value[c])) : larger_magnitude(largest, value[c]);
+      if (kRaises)
+        largest =
+            Conv::kMarksInfinite ? fmaxf(largest, fabsf(value[c])) : larger_magnitude(largest, value[c]);
       value[c] = Conv::scaled(value[c], power_of_two(exponent));
     }
   }
   Conv::pack_pixel(packed, part_pitch, value);
 }
 
-// The same of few channels, by a thread for all of a pixel, with padding where rows have that; or, kAgain, the samples which the
-// first scale does not fit. Grid: shares of a sample, samples.
+// The same of few channels, by a thread for all of a pixel, with padding where rows have that; or, kAgain,
+// the samples which the first scale does not fit. Grid: shares of a sample, samples.
 template <class Conv, bool kAgain>
 __global__ void __launch_bounds__(kImageThreads)
-    pack_pixels_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x, Rows rows) {
+    pack_pixels_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x,
+                       Rows rows) {
 #if __CUDA_ARCH__ >= 800
   const int64_t S = rows.S / rows.pitch * rows.width;
   for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
@@ -273,9 +301,9 @@ __global__ void __launch_bounds__(kImageThreads)
       }
 #pragma unroll
       for (int eight = 0; eight < Conv::kEights; eight++)  // side by side in memory: whole sectors
-        pack_eight<Conv, !kAgain>(packed + (n * rows.S + pixel) * (Conv::kPixel / 8) + Conv::unit_of(eight), Conv::kPartPitch,
-                                  x + (n * Conv::kChannelsIn + eight * 8) * S + position, S, eight * 8, inside, exponent,
-                                  largest_magnitude);
+        pack_eight<Conv, !kAgain>(packed + (n * rows.S + pixel) * (Conv::kPixel / 8) + Conv::unit_of(eight),
+                                  Conv::kPartPitch, x + (n * Conv::kChannelsIn + eight * 8) * S + position, S,
+                                  eight * 8, inside, exponent, largest_magnitude);
     }
     if constexpr (Conv::kScaled && !kAgain) raise_largest(scales.largest + n, largest_magnitude);
   }
@@ -286,12 +314,16 @@ __global__ void __launch_bounds__(kImageThreads)
 
 inline dim3 shares_of(int64_t threads, int64_t N) {
   // A sample's blocks are few, because each raises a word, but fill a GPU.
-  return dim3(unsigned(min((threads + kImageThreads - 1) / kImageThreads, 4096 / N + 1)), unsigned(min(N, int64_t(65535))));
+  return dim3(unsigned(min((threads + kImageThreads - 1) / kImageThreads, 4096 / N + 1)),
+              unsigned(min(N, int64_t(65535))));
 }
 
 template <class Conv>
-void look_ahead(const Scales<typename Conv::Operands>& scales, const float* x, int64_t S, cudaStream_t stream) {
-  look_ahead_kernel<Conv><<<shares_of(Conv::kChannelsIn * S / kLooksAt + kRun, scales.N), kImageThreads, 0, stream>>>(scales, x, S);
+void look_ahead(const Scales<typename Conv::Operands>& scales, const float* x, int64_t S,
+                cudaStream_t stream) {
+  look_ahead_kernel<Conv>
+      <<<shares_of(Conv::kChannelsIn * S / kLooksAt + kRun, scales.N), kImageThreads, 0, stream>>>(scales, x,
+                                                                                                   S);
 }
 
 template <class Conv>
@@ -300,15 +332,20 @@ void pack_image(uint4* packed, const Scales<typename Conv::Operands>& scales, co
   const unsigned samples = unsigned(min(scales.N, int64_t(65535)));
   if constexpr (Conv::kLooksAhead) look_ahead<Conv>(scales, x, rows.S / rows.pitch * rows.width, stream);
   if constexpr (Conv::kEights <= 4) {
-    pack_pixels_kernel<Conv, false><<<shares_of(rows.S, scales.N), kImageThreads, 0, stream>>>(packed, scales, x, rows);
+    pack_pixels_kernel<Conv, false>
+        <<<shares_of(rows.S, scales.N), kImageThreads, 0, stream>>>(packed, scales, x, rows);
     if constexpr (Conv::kScaled)
-      pack_pixels_kernel<Conv, true><<<dim3(32, samples), kImageThreads, 0, stream>>>(packed, scales, x, rows);
+      pack_pixels_kernel<Conv, true>
+          <<<dim3(32, samples), kImageThreads, 0, stream>>>(packed, scales, x, rows);
   } else {
     static_assert(Conv::kFolded == 1, "rows without padding");
-    const unsigned channels = ceil_div(Conv::kEights * 8, kImagePatch), patches = unsigned((rows.S + kImagePatch - 1) / kImagePatch);
-    pack_image_kernel<Conv, false><<<dim3(patches, channels, samples), kImageThreads, 0, stream>>>(packed, scales, x, rows.S);
+    const unsigned channels = ceil_div(Conv::kEights * 8, kImagePatch),
+                   patches = unsigned((rows.S + kImagePatch - 1) / kImagePatch);
+    pack_image_kernel<Conv, false>
+        <<<dim3(patches, channels, samples), kImageThreads, 0, stream>>>(packed, scales, x, rows.S);
     if constexpr (Conv::kScaled)
-      pack_image_kernel<Conv, true><<<dim3(min(patches, 32u), channels, samples), kImageThreads, 0, stream>>>(packed, scales, x, rows.S);
+      pack_image_kernel<Conv, true><<<dim3(min(patches, 32u), channels, samples), kImageThreads, 0, stream>>>(
+          packed, scales, x, rows.S);
   }
 }
 

@@ -12,8 +12,8 @@
 // at different ones. Each fetches half of what both need, for both: what a multiprocessor reads of the L2
 // cache is the limit otherwise, 48 bytes a cycle for 128 channels × 256 positions, with that 32 or 40.
 //
-// Where windows of v are pooled, positions are windows, and a tile is computed once for each of a window's elements,
-// all of which a thread then has.
+// Where windows of v are pooled, positions are windows, and a tile is computed once for each of a window's
+// elements, all of which a thread then has.
 //
 // Positions, and tiles, are counted in int.
 #pragma once
@@ -51,14 +51,15 @@ struct NoSink {
 template <class Tail, class = void> constexpr bool reads_places = false;
 template <class Tail> constexpr bool reads_places<Tail, std::void_t<typename Tail::ReadsPlaces>> = true;
 
-constexpr int kMostReduced = 128;  // of a consumer's columns, where results are reduced or two tails have some
+constexpr int kMostReduced =
+    128;  // of a consumer's columns, where results are reduced or two tails have some
 
 // What the mainloop works on; `image`, a parameter of its own, is x. `more` takes v before `out`.
 template <class Conv, class Tail, class Out, class More> struct StreamArguments {
   Out out;
   More more;
   const uint4* packed_weight;
-  const int32_t* exponents;  // (kPaddedOut): weights are scaled by 2^exponent
+  const int32_t* exponents;                // (kPaddedOut): weights are scaled by 2^exponent
   Scales<typename Conv::Operands> scales;  // of samples
   Tail tail;
   int N, OD, OH, OW;  // of the output
@@ -73,9 +74,9 @@ template <class Conv, class Pool, class Tail, class Out, class More, int kShared
 struct StreamSm90 : Conv {
   using Arguments = StreamArguments<Conv, Tail, Out, More>;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
-      Conv::kCopies, Conv::kCopiesOfLine, Conv::kDeep, Conv::kDepth, Conv::kGroup, Conv::kGroups, Conv::kImageBytes,
-      Conv::kLastDeep, Conv::kLastSlabs, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSlabs,
-      Conv::kSteps, Conv::kTilePositions, Conv::kWeightBytes;
+      Conv::kCopies, Conv::kCopiesOfLine, Conv::kDeep, Conv::kDepth, Conv::kGroup, Conv::kGroups,
+      Conv::kImageBytes, Conv::kLastDeep, Conv::kLastSlabs, Conv::kLead, Conv::kProducts, Conv::kScaled,
+      Conv::kSlabs, Conv::kSteps, Conv::kTilePositions, Conv::kWeightBytes;
   using typename Conv::Filter, typename Conv::operand_t;
   using Image = ImageMap<Conv::kDims, kGroup>;
 
@@ -93,7 +94,8 @@ struct StreamSm90 : Conv {
 
   // Shared memory: stages of weights and image, kSlabs each; staging, barriers.
   static constexpr int kImageAt = kSlabs * kWeightBytes, kStageBytes = kImageAt + kSlabs * kImageBytes;
-  static constexpr int kWarpBytes = Out::kWarpBytes > More::Out::kWarpBytes ? Out::kWarpBytes : More::Out::kWarpBytes;
+  static constexpr int kWarpBytes =
+      Out::kWarpBytes > More::Out::kWarpBytes ? Out::kWarpBytes : More::Out::kWarpBytes;
   static constexpr int kStagingBytes = kConsumers * 4 * kWarpBytes;
   static constexpr int kStages = (kSharedLimit - kStagingBytes - 256) / kStageBytes;
   static constexpr int kStagingAt = kStages * kStageBytes, kBarriersAt = kStagingAt + kStagingBytes;
@@ -177,7 +179,8 @@ struct StreamSm90 : Conv {
                           offset(2, copy % kCopiesOfLine, element % Pool::kWidth)};
           uint8_t* const there = stage + kImageAt + j * kImageBytes;
           if constexpr (kByChannels)
-            copy_image(there + rank * kFetched * kGroup * 2, image, full, slab / kCopies * kGroup, first, to, kAll);
+            copy_image(there + rank * kFetched * kGroup * 2, image, full, slab / kCopies * kGroup, first, to,
+                       kAll);
           else copy_image(there, image, full, slab / kCopies * kGroup, first, to);
         }
       }
@@ -205,8 +208,8 @@ struct StreamSm90 : Conv {
   static __device__ __forceinline__ void multiply_tile(float (&sums)[kTiles][4], const Barriers& barriers,
                                                        PipelineState<kStages>& next, uint64_t weights,
                                                        uint64_t image, bool leads) {
-    int last = -1;                  // the stage that products still read
-    int left = leads ? kLead : 0;   // steps until there is a lead
+    int last = -1;                 // the stage that products still read
+    int left = leads ? kLead : 0;  // steps until there is a lead
     if (kLead > 0 && !leads) {
       sync_threads<kConsumers * kWarpgroup>(kLeads);
       signal_threads<kConsumers * kWarpgroup>(kFollows);
@@ -257,8 +260,8 @@ struct StreamSm90 : Conv {
     if (kLead > 0 && leads) sync_threads<kConsumers * kWarpgroup>(kFollows);
   }
 
-  // take(v, channel, to, at) of all sums, sample by sample: 16 channels from patch.channel on; `to` in results, at:
-  // the place in (N, kChannelsOut, S).
+  // take(v, channel, to, at) of all sums, sample by sample: 16 channels from patch.channel on; `to` in
+  // results, at: the place in (N, kChannelsOut, S).
   template <class OfTail, class Take>
   static __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail& tail,
                                                      const float (&sums)[kTiles][4],
@@ -285,7 +288,8 @@ struct StreamSm90 : Conv {
           const int column = j * 8 + lane % 4 * 2 + i % 2;
           float v = sums[j][i];
           if constexpr (kScaled) v = v * constants.correction * constants.factor;
-          const bool real = column >= from && column < to && (kChannelsOut % 16 == 0 || channel + i / 2 * 8 < kChannelsOut);
+          const bool real =
+              column >= from && column < to && (kChannelsOut % 16 == 0 || channel + i / 2 * 8 < kChannelsOut);
           const int64_t at = place + i / 2 * 8 * int64_t(S) + column;
           // Without a branch, so that four chains of arithmetic don't wait for one another.
           const auto taken = [&] { return take(v, constants.channel, results[j][i], at); };
@@ -340,13 +344,15 @@ struct StreamSm90 : Conv {
         for (int element = 0; element < Pool::kArea; element++) {
           multiply_tile(sums, barriers, next, weights, image, consumer == 0);
           if (patch.channel >= kChannelsOut) continue;
-          finish_tile(args, args.tail, sums, results, patch, [&](float v, const auto& channel, float so_far, int64_t) {
-            const float value = args.tail.before(v, channel);
-            const float pooled = element == 0 ? value : Reduction::merge(so_far, value);
-            return element < Pool::kArea - 1 ? pooled : args.tail.after(pooled, channel);
-          });
+          finish_tile(args, args.tail, sums, results, patch,
+                      [&](float v, const auto& channel, float so_far, int64_t) {
+                        const float value = args.tail.before(v, channel);
+                        const float pooled = element == 0 ? value : Reduction::merge(so_far, value);
+                        return element < Pool::kArea - 1 ? pooled : args.tail.after(pooled, channel);
+                      });
         }
-        if (patch.channel < kChannelsOut) args.out.store(staging, results, patch, store::Flat{args.sample()}, kChannelsOut);
+        if (patch.channel < kChannelsOut)
+          args.out.store(staging, results, patch, store::Flat{args.sample()}, kChannelsOut);
       }
     }
   }
@@ -383,7 +389,8 @@ __global__ void __launch_bounds__(Loop::kThreads, 1)
 }
 
 template <class Loop>
-void convolve_stream(const typename Loop::Image& image, const typename Loop::Arguments& args, cudaStream_t stream) {
+void convolve_stream(const typename Loop::Image& image, const typename Loop::Arguments& args,
+                     cudaStream_t stream) {
   allow_shared<convolve_stream_kernel<Loop>>();
   const int clusters = max(device_attribute(cudaDevAttrMultiProcessorCount) / Loop::kCluster, 1);
   cudaLaunchAttribute cluster{};

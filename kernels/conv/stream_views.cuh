@@ -1,22 +1,27 @@
-// What conv/stream.cuh multiplies where a filter moves by single pixels and channels are few: views of a patch of x,
-// which the copy engine would take as long to gather tap by tap (conv/stream_operands.cuh) as many channels.
+// What conv/stream.cuh multiplies where a filter moves by single pixels and channels are few: views of a
+// patch of x, which the copy engine would take as long to gather tap by tap (conv/stream_operands.cuh) as
+// many channels.
 //
-// x lies in pixels one behind the other, with its padding: (N, unit, pixel), a unit being 8 operands, 16 bytes. Then
-// what a tap meets at the next position is the next pixel, and what the next tap meets there is one, a row or a plane
-// behind. So positions are pixels, too; those in which a filter would leave the image have no result. A tile's patch is
-// copied once, as it lies, and each product's operand is a view of it: rows of 16 bytes, 8 values of K, from the tap's
-// first pixel on, and behind these 8 another's.
+// x lies in pixels one behind the other, with its padding: (N, unit, pixel), a unit being 8 operands, 16
+// bytes. Then what a tap meets at the next position is the next pixel, and what the next tap meets there is
+// one, a row or a plane behind. So positions are pixels, too; those in which a filter would leave the image
+// have no result. A tile's patch is copied once, as it lies, and each product's operand is a view of it: rows
+// of 16 bytes, 8 values of K, from the tap's first pixel on, and behind these 8 another's.
 //
-//   weights  [channel block][step][product][half][channel] units, as products take them; of a block all stay in shared memory
+//   weights  [channel block][step][product][half][channel] units, as products take them; of a block all stay
+//            in shared memory
 #pragma once
 #include "conv/stream_operands.cuh"
 #include "store/positions.cuh"
 
 namespace conv {
 
-// 8 values of K: which eight of channels, high parts (0) or low ones (1) of the weight and of x, the tap in its plane. half: of the weight; the
-// term is both of a product's.
-struct Term { int eight, of_weight, of_image, tap; bool half; };
+// 8 values of K: which eight of channels, high parts (0) or low ones (1) of the weight and of x, the tap in
+// its plane. half: of the weight; the term is both of a product's.
+struct Term {
+  int eight, of_weight, of_image, tap;
+  bool half;
+};
 
 // A convolution; sizes as in Stream. A step of K is a filter's plane.
 template <class Filter_, class Operands_> struct Views : Operands_ {
@@ -24,11 +29,14 @@ template <class Filter_, class Operands_> struct Views : Operands_ {
   using Operands = Operands_;
   static constexpr bool kTransposed = false;
   static constexpr int kChannelsIn = Filter::kIn, kChannelsOut = Filter::kOut, kDims = Filter::kDims;
-  static constexpr int kTaps = Filter::kTaps, kSteps = Filter::kDepth, kTapsOfStep = Filter::kHeight * Filter::kWidth;
+  static constexpr int kTaps = Filter::kTaps, kSteps = Filter::kDepth,
+                       kTapsOfStep = Filter::kHeight * Filter::kWidth;
   static constexpr int kParts = Operands::kParts;
-  static constexpr int kEights = ceil_div(kChannelsIn, 8), kUnits = kEights * kParts;  // of a pixel: high parts first
+  static constexpr int kEights = ceil_div(kChannelsIn, 8),
+                       kUnits = kEights * kParts;  // of a pixel: high parts first
   static constexpr int kBlockChannels = 64, kTilePositions = 128;
-  // Of up to 32 channels each warp has 8, so that all four have tails to compute; else one has 16 side by side.
+  // Of up to 32 channels each warp has 8, so that all four have tails to compute; else one has 16 side by
+  // side.
   static constexpr bool kSpreads = kChannelsOut <= 32;
   static constexpr int kOfWarp = kSpreads ? 8 : 16;
   static HOST_DEVICE constexpr int row_of(int channel) {
@@ -37,9 +45,12 @@ template <class Filter_, class Operands_> struct Views : Operands_ {
   static constexpr int kChannelBlocks = ceil_div(kChannelsOut, kBlockChannels);
   static constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
 
-  // Products: of a tap's eights two by two, split of each with both parts of x; then of what is left tap by tap.
-  static constexpr int kPairs = kParts == 2 ? kEights : kEights / 2, kLeft = kParts == 2 ? kEights : kEights % 2;
-  static constexpr int kLeftProducts = ceil_div(kTapsOfStep, 2), kProducts = kPairs * kTapsOfStep + kLeft * kLeftProducts;
+  // Products: of a tap's eights two by two, split of each with both parts of x; then of what is left tap by
+  // tap.
+  static constexpr int kPairs = kParts == 2 ? kEights : kEights / 2,
+                       kLeft = kParts == 2 ? kEights : kEights % 2;
+  static constexpr int kLeftProducts = ceil_div(kTapsOfStep, 2),
+                       kProducts = kPairs * kTapsOfStep + kLeft * kLeftProducts;
   static constexpr int kWeightBytes = kProducts * 2 * kBlockChannels * 16;  // of a step
   static constexpr int64_t kPackedWeights = int64_t(kChannelBlocks) * kSteps * kWeightBytes / 16;  // uint4
   // x's second term lies behind its first one, or they are one.
@@ -57,14 +68,16 @@ template <class Filter_, class Operands_> struct Views : Operands_ {
   static HOST_DEVICE constexpr int unit(const Term& term) { return term.of_image * kEights + term.eight; }
 };
 
-// Pixels of a sample: of a row, a plane, all of them; a plane's rows; where x begins and how large it is; results.
+// Pixels of a sample: of a row, a plane, all of them; a plane's rows; where x begins and how large it is;
+// results.
 struct Lattice {
   int row, plane, sample, lines;
   int before[3], extents[3];
   int OD, OH, OW;
   int taps[3];  // pixels from a tap to the next: of planes, rows, columns
   int patch;    // pixels of a tile's positions and of the taps of a plane
-  uint64_t of_row, of_lines;  // 2^32 / d, rounded up: a dividend's high half is i / d, as long as i · d < 2^32
+  uint64_t of_row,
+      of_lines;  // 2^32 / d, rounded up: a dividend's high half is i / d, as long as i · d < 2^32
 
   HOST_DEVICE int results() const { return OD * OH * OW; }
   // Positions, from the first result to the last.
@@ -88,21 +101,26 @@ struct Lattices : Lattice {
 // As pack_stream_weight_kernel: a block per output channel.
 template <class Conv>
 __global__ void __launch_bounds__(kPackThreads)
-pack_views_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv::Operands> scales,
-                         const typename Conv::value_t* weight) {
+    pack_views_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv::Operands> scales,
+                             const typename Conv::value_t* weight) {
   constexpr int kBlockChannels = Conv::kBlockChannels, kSteps = Conv::kSteps;
   const int channel = blockIdx.x, block = channel / kBlockChannels;
   const bool real = channel < Conv::kChannelsOut;
-  const int exponent = channel_exponent<Conv>(exponents, scales.largest, weight, scales.kOfSample * scales.N, channel, real);
+  const int exponent =
+      channel_exponent<Conv>(exponents, scales.largest, weight, scales.kOfSample * scales.N, channel, real);
   for (int i = threadIdx.x; i < kSteps * Conv::kProducts * 2; i += kPackThreads) {
     const int step = i / (Conv::kProducts * 2);
     const Term term = Conv::term(i / 2 % Conv::kProducts, i % 2);
-    union { typename Conv::operand_t values[8]; uint4 all; } pack;
+    union {
+      typename Conv::operand_t values[8];
+      uint4 all;
+    } pack;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
       const int c = term.eight * 8 + k;
       const bool exists = real && c < Conv::kChannelsIn;
-      float value = exists ? float(weight[weight_index<Conv>(channel, c, step * Conv::kTapsOfStep + term.tap)]) : 0.f;
+      float value =
+          exists ? float(weight[weight_index<Conv>(channel, c, step * Conv::kTapsOfStep + term.tap)]) : 0.f;
       if constexpr (Conv::kScaled) value = Conv::scaled(value, power_of_two(exponent));
       const auto parts = Conv::split(value);
       typename Conv::operand_t part = parts.part[term.of_weight % Conv::kParts];
@@ -113,30 +131,37 @@ pack_views_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv
       }
       pack.values[k] = part;
     }
-    packed[(int64_t(block) * kSteps * Conv::kProducts * 2 + i) * kBlockChannels + Conv::row_of(channel % kBlockChannels)] = pack.all;
+    packed[(int64_t(block) * kSteps * Conv::kProducts * 2 + i) * kBlockChannels +
+           Conv::row_of(channel % kBlockChannels)] = pack.all;
   }
 }
 
-// x (N, kChannelsIn, …) to packed (N, kUnits, pixels), with zeros around it, as pack_image_kernel does it. Grid: shares of a sample,
-// samples.
+// x (N, kChannelsIn, …) to packed (N, kUnits, pixels), with zeros around it, as pack_image_kernel does it.
+// Grid: shares of a sample, samples.
 template <class Conv, bool kAgain>
 __global__ void __launch_bounds__(kImageThreads)
-    pack_views_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x, Lattice at) {
+    pack_views_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x,
+                      Lattice at) {
 #if __CUDA_ARCH__ >= 800
   const int64_t S = int64_t(at.extents[0]) * at.extents[1] * at.extents[2];
   for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
     int exponent;
     if (!scales.template packs<kAgain>(n, exponent)) continue;
     float largest_magnitude = 0.f;
-    for (int i = blockIdx.x * kImageThreads + threadIdx.x; i < at.sample * Conv::kEights; i += gridDim.x * kImageThreads) {
+    for (int i = blockIdx.x * kImageThreads + threadIdx.x; i < at.sample * Conv::kEights;
+         i += gridDim.x * kImageThreads) {
       const int eight = i / at.sample, pixel = i - eight * at.sample;
       const int depth = pixel / at.plane, of_plane = pixel - depth * at.plane, line = of_plane / at.row;
-      const int place[] = {depth - at.before[0], line - at.before[1], of_plane - line * at.row - at.before[2]};
-      const bool inside = unsigned(place[0]) < unsigned(at.extents[0]) && unsigned(place[1]) < unsigned(at.extents[1]) &&
+      const int place[] = {depth - at.before[0], line - at.before[1],
+                           of_plane - line * at.row - at.before[2]};
+      const bool inside = unsigned(place[0]) < unsigned(at.extents[0]) &&
+                          unsigned(place[1]) < unsigned(at.extents[1]) &&
                           unsigned(place[2]) < unsigned(at.extents[2]);
       const int64_t position = (int64_t(place[0]) * at.extents[1] + place[1]) * at.extents[2] + place[2];
-      pack_eight<Conv, !kAgain>(packed + (n * Conv::kUnits + eight) * int64_t(at.sample) + pixel, int64_t(Conv::kEights) * at.sample,
-                                x + (n * Conv::kChannelsIn + eight * 8) * S + position, S, eight * 8, inside, exponent, largest_magnitude);
+      pack_eight<Conv, !kAgain>(packed + (n * Conv::kUnits + eight) * int64_t(at.sample) + pixel,
+                                int64_t(Conv::kEights) * at.sample,
+                                x + (n * Conv::kChannelsIn + eight * 8) * S + position, S, eight * 8, inside,
+                                exponent, largest_magnitude);
     }
     if constexpr (Conv::kScaled && !kAgain) raise_largest(scales.largest + n, largest_magnitude);
   }
@@ -144,13 +169,16 @@ __global__ void __launch_bounds__(kImageThreads)
 }
 
 template <class Conv>
-void pack_views(uint4* packed, const Scales<typename Conv::Operands>& scales, const typename Conv::value_t* x, const Lattice& at,
-                cudaStream_t stream) {
+void pack_views(uint4* packed, const Scales<typename Conv::Operands>& scales, const typename Conv::value_t* x,
+                const Lattice& at, cudaStream_t stream) {
   const int64_t N = scales.N;
-  if constexpr (Conv::kLooksAhead) look_ahead<Conv>(scales, x, int64_t(at.extents[0]) * at.extents[1] * at.extents[2], stream);
-  pack_views_kernel<Conv, false><<<shares_of(int64_t(at.sample) * Conv::kEights, N), kImageThreads, 0, stream>>>(packed, scales, x, at);
+  if constexpr (Conv::kLooksAhead)
+    look_ahead<Conv>(scales, x, int64_t(at.extents[0]) * at.extents[1] * at.extents[2], stream);
+  pack_views_kernel<Conv, false>
+      <<<shares_of(int64_t(at.sample) * Conv::kEights, N), kImageThreads, 0, stream>>>(packed, scales, x, at);
   if constexpr (Conv::kScaled)
-    pack_views_kernel<Conv, true><<<dim3(32, unsigned(min(N, int64_t(65535)))), kImageThreads, 0, stream>>>(packed, scales, x, at);
+    pack_views_kernel<Conv, true>
+        <<<dim3(32, unsigned(min(N, int64_t(65535)))), kImageThreads, 0, stream>>>(packed, scales, x, at);
 }
 
 }  // namespace conv

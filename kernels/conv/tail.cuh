@@ -40,9 +40,10 @@ template <class Tail> struct ChannelConstants {
 // leave them: lane 4 g + t has pixels 8 j + 2 t and the next, of channel g in [j][0] and [j][1], whose
 // constants are `low`, of channel g + 8 in [j][2] and [j][3], whose constants are `high`.
 template <class Keep, bool kScaled, class Tail, int kTiles>
-__device__ __forceinline__ typename Keep::template Kept<kTiles> apply(
-    const Tail& tail, float (&sums)[kTiles][4], const ChannelConstants<Tail>& low,
-    const ChannelConstants<Tail>& high) {
+__device__ __forceinline__ typename Keep::template Kept<kTiles> apply(const Tail& tail,
+                                                                      float (&sums)[kTiles][4],
+                                                                      const ChannelConstants<Tail>& low,
+                                                                      const ChannelConstants<Tail>& high) {
   typename Keep::template Kept<kTiles> kept;
   if (kScaled && __any_sync(0xffffffffu, low.correction != 1.f || high.correction != 1.f)) {
 #pragma unroll

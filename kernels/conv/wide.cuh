@@ -1,5 +1,5 @@
-// A 2-D convolution of many channels, stride 1, no padding: a tail of v = conv2d(x, weight), which need not be
-// written, to sinks.
+// A 2-D convolution of many channels, stride 1, no padding: a tail of v = conv2d(x, weight), which need not
+// be written, to sinks.
 //
 // An implicit GEMM on tensor cores: M = output channels, N = output pixels of one row, K = taps × input
 // channels.
@@ -100,7 +100,8 @@ struct NothingBehind {
 };
 template <class Build, class Tail, class Keep, class Out, class Behind = NothingBehind>
 void wide(In<typename Build::value_t> x, In<typename Build::value_t> weight, const Tail& tail,
-          const Keep& keep, const Out& out, int32_t* largest, cudaStream_t stream, const Behind& behind = {}) {
+          const Keep& keep, const Out& out, int32_t* largest, cudaStream_t stream,
+          const Behind& behind = {}) {
   using Choice = ForwardMainloop<Build, Tail, Keep, Out>;
   using Loop = typename Choice::Loop;
   Build::check(x, weight);
@@ -118,7 +119,8 @@ void wide(In<typename Build::value_t> x, In<typename Build::value_t> weight, con
     if constexpr (Loop::kJoins) {
       using Kept = typename Keep::Rows;
       using Joined = std::conditional_t<joins<Out>, Out, Kept>;
-      const int64_t units = Joined::template units<Loop::kBlockChannels>(rows_grid<Loop>(), int(args.width()));
+      const int64_t units =
+          Joined::template units<Loop::kBlockChannels>(rows_grid<Loop>(), int(args.width()));
       const Scratch<uint4> waiting(units * (joins<Out> + joins<Kept>), stream);
       typename Loop::Arguments joined = args;
       if constexpr (joins<Out>) joined.out.waiting = waiting;
@@ -148,15 +150,17 @@ template <class Build, class T, class Tail> KeptRows<Build, T, Tail> kept_rows(T
   return {{}, tail, rows_of<Build>(to)};
 }
 
-// y.to = y.tail(conv2d(x, weight)), and likewise one that is kept beside it. Right for all values of x and weight.
+// y.to = y.tail(conv2d(x, weight)), and likewise one that is kept beside it. Right for all values of x and
+// weight.
 template <class Build, class T, class Tail, class... Ts, class... Tails>
-void pointwise(const In<typename Build::value_t>& x, const In<typename Build::value_t>& weight, cudaStream_t stream,
-               const Stored<T, Tail>& y, const Stored<Ts, Tails>&... kept) {
+void pointwise(const In<typename Build::value_t>& x, const In<typename Build::value_t>& weight,
+               cudaStream_t stream, const Stored<T, Tail>& y, const Stored<Ts, Tails>&... kept) {
   static_assert(sizeof...(kept) <= 1);
   using Filter = typename Build::Filter;
   const Exact<Filter::kIn, Filter::kOut, 1, Filter::kHeight, Filter::kWidth> values(x, weight);
   const Scratch<int32_t> largest(x.size(0), stream);
-  const auto each = all_of(each_value<T>(values, y.to.data, y.tail), each_value<Ts>(values, kept.to.data, kept.tail)...);
+  const auto each =
+      all_of(each_value<T>(values, y.to.data, y.tail), each_value<Ts>(values, kept.to.data, kept.tail)...);
   const auto launch = [&](const auto& keep) {
     wide<Build>(x, weight, y.tail, keep, rows_of<Build>(y.to.data), largest, stream,
                 [&](const Doubts& doubts) { exact(doubts, x.size(0), each, stream); });

@@ -62,7 +62,8 @@ __device__ __forceinline__ void raise_largest(uint32_t* largest, float of_thread
 template <class Value, bool kSplit_> struct Operands {
   using value_t = Value;
   using operand_t = std::conditional_t<std::is_same_v<Value, bfloat16_t>, bfloat16_t, half_t>;
-  static constexpr bool kSplit = kSplit_, kLooksAhead = false, kMarksInfinite = kSplit;  // as a sample's largest magnitude
+  static constexpr bool kSplit = kSplit_, kLooksAhead = false,
+                        kMarksInfinite = kSplit;                 // as a sample's largest magnitude
   static constexpr bool kScaled = std::is_same_v<Value, float>;  // others are operands as they are
   static constexpr int kParts = kSplit ? 2 : 1;
   static_assert(kScaled || !kSplit, "a value of 16 bits is one operand");
@@ -90,7 +91,9 @@ template <class Value, bool kSplit_> struct Operands {
 
   // inf and NaN go to the low part, which is multiplied by the other operand's high one alone; multiplied by
   // its low one, too, which may be zero or negative, inf would become NaN.
-  struct Parts { operand_t part[kParts]; };
+  struct Parts {
+    operand_t part[kParts];
+  };
   static __device__ __forceinline__ Parts split(float value) {
     Parts result;
     result.part[0] = operand_t(value);
@@ -105,7 +108,10 @@ template <class Value, bool kSplit_> struct Operands {
 
   // Packs 8 channels of a pixel; their parts lie `part_pitch` units of 16 bytes apart.
   static __device__ __forceinline__ void pack_pixel(uint4* out, int64_t part_pitch, const float (&value)[8]) {
-    union { operand_t operand[8]; uint4 bits; } pack[kParts];
+    union {
+      operand_t operand[8];
+      uint4 bits;
+    } pack[kParts];
 #pragma unroll
     for (int c = 0; c < 8; c++) {
       const Parts parts = split(value[c]);
@@ -145,7 +151,7 @@ template <class Filter_, class Operands_, class Tile_, bool kTransposed_ = false
   // Of a tap and K block, in units of 16 bytes; and of all.
   static constexpr int kTapWeights = kTapSteps * Operands::kParts * kMTiles * 32;
   static constexpr int64_t kPackedWeights = int64_t(kChannelBlocks) * kKBlocks * kTaps * kTapWeights;
-  static constexpr int kPitch = kTileWidth + kKernelW - 1;  // input pixels of a tile's row
+  static constexpr int kPitch = kTileWidth + kKernelW - 1;        // input pixels of a tile's row
   static constexpr int kRowBytes = kChannelGroups * kPitch * 16;  // of its operands [channel group][pixel]
   static constexpr int kPadRows = kTransposed ? kKernelH - 1 : 0;
   static constexpr int kPadColumns = kTransposed ? kKernelW - 1 : 0;
@@ -196,7 +202,8 @@ template <class Conv> __device__ __forceinline__ int64_t weight_index(int channe
                            : (int64_t(channel) * Conv::kChannelsIn + c) * kTaps + tap;
 }
 
-// The exponent for the block's channel, from its weights; 0 for padding, not `real`. Clears numbers of samples.
+// The exponent for the block's channel, from its weights; 0 for padding, not `real`. Clears numbers of
+// samples.
 template <class Conv>
 __device__ __forceinline__ int channel_exponent(int32_t* exponents, uint32_t* cleared,
                                                 const typename Conv::value_t* weight, int64_t N, int channel,
@@ -225,8 +232,8 @@ __device__ __forceinline__ int channel_exponent(int32_t* exponents, uint32_t* cl
 // channels are 0. Also clears largest (N).
 template <class Conv>
 __global__ void __launch_bounds__(128)
-pack_weight_kernel(typename Conv::operand_t* packed, int32_t* exponents, uint32_t* largest,
-                   const typename Conv::value_t* weight, int64_t N) {
+    pack_weight_kernel(typename Conv::operand_t* packed, int32_t* exponents, uint32_t* largest,
+                       const typename Conv::value_t* weight, int64_t N) {
   constexpr int kTaps = Conv::kTaps, kKBlock = Conv::kKBlock, kBlockChannels = Conv::kBlockChannels;
   const int channel = blockIdx.x;
   const bool real = channel < Conv::kChannelsOut;
@@ -234,8 +241,7 @@ pack_weight_kernel(typename Conv::operand_t* packed, int32_t* exponents, uint32_
   const int block = channel / kBlockChannels, tile = channel % kBlockChannels / 16, row = channel % 16;
   for (int i = threadIdx.x; i < Conv::kKBlocks * kKBlock * kTaps; i += blockDim.x) {
     const int c = i / kTaps, tap = i % kTaps, k_block = c / kKBlock, step = c % kKBlock / 16, k = c % 16;
-    float value =
-        real && c < Conv::kChannelsIn ? float(weight[weight_index<Conv>(channel, c, tap)]) : 0.f;
+    float value = real && c < Conv::kChannelsIn ? float(weight[weight_index<Conv>(channel, c, tap)]) : 0.f;
     if constexpr (Conv::kScaled) value = Conv::scaled(value, power_of_two(exponent));
     const auto parts = Conv::split(value);
     const int lane = row % 8 * 4 + k % 8 / 2, reg = row / 8 + k / 8 * 2;  // of the fragment

@@ -26,7 +26,8 @@ constexpr int kRepackBlocks = 32;  // of a sample
 // largest[n] = the bits of the largest finite magnitude of sample n. Grid: pixels, channel groups, samples.
 template <class Conv>
 __global__ void __launch_bounds__(kPackThreads)
-pack_input_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, int64_t S) {
+    pack_input_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N,
+                      int64_t S) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kChannels = Conv::kChannelsIn, kGroups = Conv::kChannelGroups;
   const int group = blockIdx.y;
@@ -62,8 +63,8 @@ pack_input_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t
 // Packs again the samples which the first scale does not fit. Grid: parts of a sample, samples.
 template <class Conv>
 __global__ void __launch_bounds__(kPackThreads)
-repack_input_kernel(uint4* packed, const uint32_t* largest, const typename Conv::value_t* x, int64_t N,
-                    int64_t S) {
+    repack_input_kernel(uint4* packed, const uint32_t* largest, const typename Conv::value_t* x, int64_t N,
+                        int64_t S) {
   constexpr int kChannels = Conv::kChannelsIn, kGroups = Conv::kChannelGroups;
   const int64_t first = int64_t(blockIdx.x) * kPackThreads + threadIdx.x;
   for (int64_t n = blockIdx.y; n < N; n += gridDim.y) {
@@ -86,11 +87,11 @@ repack_input_kernel(uint4* packed, const uint32_t* largest, const typename Conv:
 // -------------------------------------------------------------------------------------------------- mainloop
 
 template <class Conv, class Source, class Tail, class Keep, class Out> struct WideSm80 : Conv {
-  using typename Conv::operand_t, typename Conv::Tile;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kKBlock, Conv::kKBlocks,
       Conv::kKernelH, Conv::kKernelW, Conv::kMTiles, Conv::kPadColumns, Conv::kPadRows, Conv::kParts,
       Conv::kPitch, Conv::kScaled, Conv::kSplit, Conv::kTapSteps, Conv::kTapWeights, Conv::kTaps,
       Conv::kTransposed;
+  using typename Conv::operand_t, typename Conv::Tile;
   using Arguments = conv::Arguments<Conv, Source, Tail, Keep, Out>;
 
   static constexpr int kStages = 3;  // of weights: one in use, two on their way
@@ -147,8 +148,8 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Wi
   // The weights of an iteration, one tap and K block, to their stage [kTapWeights] likewise. Past the last
   // iteration nothing, but still a group of copies, so that a count of pending groups means the same each
   // time.
-  static __device__ __forceinline__ void fetch_weights(
-      uint4* weights, const uint4* packed_weight, int iteration) {
+  static __device__ __forceinline__ void fetch_weights(uint4* weights, const uint4* packed_weight,
+                                                       int iteration) {
     if (iteration < kIterations) {
       const uint4* from = packed_weight + (int64_t(blockIdx.y) * kIterations + iteration) * kTapWeights;
       uint4* to = weights + iteration % kStages * kTapWeights;
@@ -187,8 +188,8 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Wi
 
   // sums += all products of one tap and K block. Tensor cores cut off as they add. So split operands' small
   // products come first, and each tap's sum is added to the others in float32.
-  static __device__ __forceinline__ void multiply_tap(
-      float (&sums)[4][8][4], const uint4* weights, uint32_t input, int tap) {
+  static __device__ __forceinline__ void multiply_tap(float (&sums)[4][8][4], const uint4* weights,
+                                                      uint32_t input, int tap) {
     if constexpr (kSplit) {
 #pragma unroll
       for (int first = 0; first < 4; first += 2) {
@@ -216,9 +217,10 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Wi
     float sums[4][8][4] = {};
     // load_matrices: lanes 0-7 give pixels 0-7 of a step's first channel group, 8-15 those of its second,
     // 16-31 pixels 8-15 likewise.
-    const uint32_t input_address = shared_address(input) + 16 * (lane / 8 % 2 * kParts * kRows * kPitch +
-                                                                 warp_n * 64 + lane / 16 * 8 + lane % 8) +
-                                   16 * warp_row * kPitch;
+    const uint32_t input_address =
+        shared_address(input) +
+        16 * (lane / 8 % 2 * kParts * kRows * kPitch + warp_n * 64 + lane / 16 * 8 + lane % 8) +
+        16 * warp_row * kPitch;
 
     fetch_input(input, packed_x, args, tile, 0);
     fetch_weights(weights, args.packed_weight, 0);
@@ -265,8 +267,9 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Wi
         Keep::template store<kChannelsOut>(words, kept, kChannelsOut - channel, args.width() - column);
       }
       if constexpr (reduces<Out>) {
-        args.out.accept(sums[i], staging,
-                        {tile.n, output_row, channel, int(column), int(args.height()), int(args.width()), kChannelsOut});
+        args.out.accept(
+            sums[i], staging,
+            {tile.n, output_row, channel, int(column), int(args.height()), int(args.width()), kChannelsOut});
       } else {
         store::Staged::store(args.out.y + at, staging, sums[i], plane_size, min(kChannelsOut - channel, 16),
                              args.width() - column);
@@ -280,7 +283,7 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Wi
 // Grid: tiles of all samples, channel blocks.
 template <class Loop>
 __global__ void __launch_bounds__(Loop::kThreads)
-convolve_kernel(typename Loop::Arguments args, const uint4* packed_x) {
+    convolve_kernel(typename Loop::Arguments args, const uint4* packed_x) {
 #if __CUDA_ARCH__ >= 800
   Loop::run(args, packed_x);
 #endif

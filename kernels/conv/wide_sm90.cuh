@@ -6,9 +6,9 @@
 // word of 4 bytes, and its rows are whole words. Tiles, and the pixels of a plane, are counted in int.
 //
 // Transposed it computes the gradient of x, from g, which other producers make or bring
-// (grad/wide_input_sm90.cuh: a tile is then 64 channels of a whole row; grad/packed_input.cuh). Both consumers have the
-// same channels, and take rows in turn. There are twice as many weights; one copy of most of them lies in
-// shared memory, for both.
+// (grad/wide_input_sm90.cuh: a tile is then 64 channels of a whole row; grad/packed_input.cuh). Both
+// consumers have the same channels, and take rows in turn. There are twice as many weights; one copy of most
+// of them lies in shared memory, for both.
 //
 // Blocks are persistent: they share all tiles of 128 pixels evenly. A block walks down strips of rows, so
 // that each row of input is read once and serves kKernelH tiles; where tiles of a row are joined, down a band
@@ -78,8 +78,8 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
 
   // The weights of the warp's 16 channels, from `channel` of the block on: those of the first kRegisterSteps
   // products to registers, the others to the consumer's shared memory [step][channel group][channel].
-  static __device__ __forceinline__ void load_weights(
-      uint32_t (&in_registers)[kRegisterSteps][4], uint8_t* in_shared, const uint4* packed, int channel) {
+  static __device__ __forceinline__ void load_weights(uint32_t (&in_registers)[kRegisterSteps][4],
+                                                      uint8_t* in_shared, const uint4* packed, int channel) {
     const int lane = threadIdx.x % 32, row = channel % 64 + lane / 4;
     const bool writes = kWeightCopies > 1 || threadIdx.x / kWarpgroup == 1;
 #pragma unroll
@@ -103,9 +103,10 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
   }
 
   // sums = the products of a tile whose first row lies in stage `first`, in the background.
-  static __device__ __forceinline__ void multiply_tile(
-      float (&sums)[16][4], const uint32_t (&in_registers)[kRegisterSteps][4], const uint8_t* in_shared,
-      const uint8_t* operands, int first) {
+  static __device__ __forceinline__ void multiply_tile(float (&sums)[16][4],
+                                                       const uint32_t (&in_registers)[kRegisterSteps][4],
+                                                       const uint8_t* in_shared, const uint8_t* operands,
+                                                       int first) {
     begin_products();
 #pragma unroll
     for (int kernel_row = 0; kernel_row < kKernelH; kernel_row++) {
@@ -169,7 +170,8 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
       };
       if (kSharedConstants && lane < 16) constants[lane] = constants_of(channel + lane);
       __syncwarp();  // the constants are there
-      const int64_t first = ((int64_t(place.n) * kChannelsOut + channel) * OH + place.row) * OW + place.column;
+      const int64_t first =
+          ((int64_t(place.n) * kChannelsOut + channel) * OH + place.row) * OW + place.column;
       result_t* to = args.out.y + first;
       const int pixels = OW - place.column;
       uint32_t* words =
@@ -200,8 +202,9 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
         release();
         const int low = lane / 4, high = low + 8;
         if constexpr (Keep::kStores) {
-          args.keep.store_rows(first + int64_t(tile - start) * OW, staging, sums, place.n, channel, int64_t(OH) * OW,
-                               kChannelsOut - channel, pixels, constants[low], constants[high], ends);
+          args.keep.store_rows(first + int64_t(tile - start) * OW, staging, sums, place.n, channel,
+                               int64_t(OH) * OW, kChannelsOut - channel, pixels, constants[low],
+                               constants[high], ends);
           fetch();
         }
         if constexpr (!kSharedConstants) {
@@ -212,10 +215,10 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
         }
         if constexpr (reduces<Out>) {
           if constexpr (Keep::kStores && Out::kWarpBytes > 0) await_bulk_reads();  // of that staging
-          args.out.accept(sums, staging, {place.n, place.row + tile - start, channel, place.column, OH, OW, kChannelsOut});
+          args.out.accept(sums, staging,
+                          {place.n, place.row + tile - start, channel, place.column, OH, OW, kChannelsOut});
         } else if constexpr (joins<Out>) {
-          Out::store(to, staging, sums, int64_t(OH) * OW, kChannelsOut - channel, pixels,
-                     ends(args.out));
+          Out::store(to, staging, sums, int64_t(OH) * OW, kChannelsOut - channel, pixels, ends(args.out));
         } else {
           Out::store(to, staging, sums, int64_t(OH) * OW, kChannelsOut - channel, pixels,
                      runs_on && tile != start, runs_on && tile + 1 != stop);
@@ -252,7 +255,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Keep, Out> {
 // again: see above.
 template <class Loop>
 __global__ void __launch_bounds__(Loop::kThreads, 1)
-convolve_rows_kernel(typename Loop::Arguments args, bool again) {
+    convolve_rows_kernel(typename Loop::Arguments args, bool again) {
 #if TENSOR_CORE_WGMMA
   Loop::run(args, again);
 #endif

@@ -59,7 +59,9 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Pi
 
 // The block's tiles, begin … end - 1, counted through samples, strips and rows, the last fastest; and where
 // one lies. `count` from there on lie one below the other, those before `stop`.
-struct TilePlace { int n, column, row; };
+struct TilePlace {
+  int n, column, row;
+};
 struct TileScheduler {
   int OH, strips, begin, end;
   template <class Arguments>
@@ -82,7 +84,11 @@ struct TileScheduler {
 // Do rows join what tiles side by side store, so that a block is to have whole rows, in another order?
 template <class Rows, class = void> constexpr bool joins = false;
 template <class Rows> constexpr bool joins<Rows, std::enable_if_t<Rows::kJoins>> = true;
-template <class Rows, bool = joins<Rows>> struct TilesOf { using type = TileScheduler; };
-template <class Rows> struct TilesOf<Rows, true> { using type = typename Rows::Tiles; };
+template <class Rows, bool = joins<Rows>> struct TilesOf {
+  using type = TileScheduler;
+};
+template <class Rows> struct TilesOf<Rows, true> {
+  using type = typename Rows::Tiles;
+};
 
 }  // namespace conv

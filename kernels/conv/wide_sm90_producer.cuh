@@ -6,12 +6,12 @@
 namespace conv {
 
 template <class Conv> struct Producer<Conv, Input<typename Conv::Operands>> : Conv {
-  using typename Conv::value_t;
   using Conv::kChannelGroups, Conv::kChannelsIn, Conv::kFirstExponent, Conv::kKernelH, Conv::kPitch,
       Conv::kScaled;
+  using typename Conv::value_t;
 
   static constexpr int kRegisters = 56;
-  static constexpr int kRawRows = 2;                        // of x under way at a time
+  static constexpr int kRawRows = 2;                       // of x under way at a time
   static constexpr int kWordPixels = 4 / sizeof(value_t);  // x is copied by words of 4 bytes
   static constexpr int kRawPitch = ceil_div(kPitch, kWordPixels);
   static constexpr int kRawBytes = ceil_div(kChannelsIn * kRawPitch, 4) * 16;  // [channel][word]
@@ -33,8 +33,8 @@ template <class Conv> struct Producer<Conv, Input<typename Conv::Operands>> : Co
   }
 
   // A row of x, from `from` on, into `raw` [channel][word], in the background.
-  static __device__ __forceinline__ void fetch_row(
-      uint32_t* raw, const value_t* from, int plane_size, int words) {
+  static __device__ __forceinline__ void fetch_row(uint32_t* raw, const value_t* from, int plane_size,
+                                                   int words) {
     for_each_word(words, [&](int word, int group) {
       const value_t* at = from + int64_t(group) * 8 * plane_size + word * kWordPixels;
       uint32_t* to = raw + group * 8 * kRawPitch + word;
@@ -45,8 +45,8 @@ template <class Conv> struct Producer<Conv, Input<typename Conv::Operands>> : Co
   }
 
   // 8 channels of a pixel of float32, under a scale, to operands; and the largest finite magnitude so far.
-  static __device__ __forceinline__ void convert_pixel(
-      uint4* out, const uint32_t (&words)[8], float scale, float& largest) {
+  static __device__ __forceinline__ void convert_pixel(uint4* out, const uint32_t (&words)[8], float scale,
+                                                       float& largest) {
     float value[8];
 #pragma unroll
     for (int c = 0; c < 8; c++) {
@@ -65,8 +65,8 @@ template <class Conv> struct Producer<Conv, Input<typename Conv::Operands>> : Co
   }
 
   // A raw row to a stage of the pipeline.
-  static __device__ __forceinline__ void convert_row(
-      uint8_t* stage, const uint32_t* raw, int words, float scale, float& largest) {
+  static __device__ __forceinline__ void convert_row(uint8_t* stage, const uint32_t* raw, int words,
+                                                     float scale, float& largest) {
     for_each_word(words, [&](int word, int first_group) {
       const uint32_t* in = raw + word;
       uint4* out = reinterpret_cast<uint4*>(stage) + word * kWordPixels;

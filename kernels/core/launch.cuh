@@ -7,8 +7,8 @@
 // Throws where a launcher's tensor (host/tensor.h) hasn't so many elements.
 template <class View> inline void expect_elements(const char* name, const View& tensor, int64_t count) {
   if (const int64_t found = tensor.numel(); found != count)
-    throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(count) + " elements, got " +
-                                std::to_string(found));
+    throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(count) +
+                                " elements, got " + std::to_string(found));
 }
 
 inline unsigned blocks_for(int64_t work, int threads) { return unsigned((work + threads - 1) / threads); }
@@ -42,23 +42,29 @@ inline bool run_together(int64_t blocks) {
          blocks <= device_attribute(cudaDevAttrMultiProcessorCount);
 }
 
-// A kernel that begins with this may be launched early: it waits until all that the stream held before has ended, and lets the next one come early.
+// A kernel that begins with this may be launched early: it waits until all that the stream held before has
+// ended, and lets the next one come early.
 __device__ __forceinline__ void await_previous_kernel() {
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 900  // the emulation runs one after the other
   asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Launches such a kernel, with so many bytes of dynamic shared memory. From sm_90 on its blocks are on their multiprocessors by the time that the
-// kernel before it ends.
+// Launches such a kernel, with so many bytes of dynamic shared memory. From sm_90 on its blocks are on their
+// multiprocessors by the time that the kernel before it ends.
 template <class... P, class... Arguments>
-void launch_early_with(void (*kernel)(P...), int64_t blocks, unsigned threads, int shared, cudaStream_t stream, const Arguments&... arguments) {
+void launch_early_with(void (*kernel)(P...), int64_t blocks, unsigned threads, int shared,
+                       cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
-  const cudaLaunchConfig_t config{unsigned(blocks), threads, size_t(shared), stream, &early, device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization,
+  early.val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t config{unsigned(blocks), threads,
+                                  size_t(shared),   stream,
+                                  &early,           device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
   cudaLaunchKernelEx(&config, kernel, P(arguments)...);
 }
 template <class... P, class... Arguments>
-void launch_early(void (*kernel)(P...), int64_t blocks, unsigned threads, cudaStream_t stream, const Arguments&... arguments) {
+void launch_early(void (*kernel)(P...), int64_t blocks, unsigned threads, cudaStream_t stream,
+                  const Arguments&... arguments) {
   launch_early_with(kernel, blocks, threads, 0, stream, arguments...);
 }

@@ -1,15 +1,16 @@
 // The functions of a tail, for one value or for a vector of them: the same text for a GPU's float, for the
 // compilers' vector types on a CPU (any width) and for float and double on either.
 //
-// math::mish(x) is the function, math::mish_gradient(x) its derivative at x. NaN, infinities, zeros and subnormal
-// numbers give what PyTorch's operators give; so do ties (hardswish at ±3, …), as autograd has them. The error of a
-// float function is at most 4 units in the last place, or twice that of PyTorch's (tests/test_engine_math.py says
-// where); double is the library's, lane by lane. Half types are computed in float by who calls.
+// math::mish(x) is the function, math::mish_gradient(x) its derivative at x. NaN, infinities, zeros and
+// subnormal numbers give what PyTorch's operators give; so do ties (hardswish at ±3, …), as autograd has
+// them. The error of a float function is at most 4 units in the last place, or twice that of PyTorch's
+// (tests/test_engine_math.py says where); double is the library's, lane by lane. Half types are computed in
+// float by who calls.
 //
-// Most are written in a few words whose texts differ: exp, fast_exp2, quotient. A GPU has one MUFU for each. What
-// stands for a float in sm_90a's machine code, constants' moves included (of which MUFU):
-//   exp 10 (1)  tanh 16 (2)  sigmoid 17 (2)  silu 18 (2)  mish 19 (2)  softplus 24 (1)  erf 28 (1)  gelu 23 (2)
-//   gelu_tanh 22 (2); gradients: silu 20 (2)  mish 25 (2)  gelu 24 (2)  gelu_tanh 26 (2)
+// Most are written in a few words whose texts differ: exp, fast_exp2, quotient. A GPU has one MUFU for each.
+// What stands for a float in sm_90a's machine code, constants' moves included (of which MUFU):
+//   exp 10 (1)  tanh 16 (2)  sigmoid 17 (2)  silu 18 (2)  mish 19 (2)  softplus 24 (1)  erf 28 (1)
+//   gelu 23 (2)  gelu_tanh 22 (2); gradients: silu 20 (2)  mish 25 (2)  gelu 24 (2)  gelu_tanh 26 (2)
 #pragma once
 #include <cmath>
 #include <limits>
@@ -74,10 +75,8 @@ template <class A, class B>
 using Common = std::conditional_t<(Traits<A>::lanes > 1 || std::is_integral_v<B>), A,
                                   std::conditional_t<(Traits<B>::lanes > 1 || std::is_integral_v<A>), B, A>>;
 template <class T, class A> MATH T widened(A a) {
-  if constexpr (std::is_same_v<T, A>)
-    return a;
-  else
-    return all<T>(Element<T>(a));
+  if constexpr (std::is_same_v<T, A>) return a;
+  else return all<T>(Element<T>(a));
 }
 
 // Lane by lane.
@@ -92,8 +91,7 @@ template <class T, class F> MATH T each(T x, const F& f) {
 
 // As results have it: what eager compares.
 template <class T> MATH T rounded(T x) {
-  if constexpr (std::is_same_v<Element<T>, output_t>)
-    return x;
+  if constexpr (std::is_same_v<Element<T>, output_t>) return x;
   else
     return each(x, [](Element<T> value) { return Element<T>(accumulate_t(output_t(accumulate_t(value)))); });
 }
@@ -127,7 +125,8 @@ template <class T, class... C> MATH T polynomial(T x, float c, C... higher) {
   return polynomial(x, higher...) * x + c;
 }
 
-// ---------------------------------------------------------------------------------------------- without error
+// ---------------------------------------------------------------------------------------------- without
+// error
 
 template <class T> MATH T square(T x) { return x * x; }
 
@@ -165,8 +164,8 @@ template <class A, class B> MATH Common<A, B> minimum(A a_, B b_) {
   const T smaller = a < b ? a : b;
   return a != a ? a : smaller;
 }
-// What statistics are of: the same number in each pass. A GPU's compiler takes other products into sums that follow,
-// unrounded.
+// What statistics are of: the same number in each pass. A GPU's compiler takes other products into sums that
+// follow, unrounded.
 template <class A, class B> MATH auto product(A a, B b) {
 #ifdef MATH_ON_GPU
   if constexpr (std::is_same_v<A, float> && std::is_same_v<B, float>) return gpu::product(a, b);
@@ -224,7 +223,8 @@ constexpr float kRound = 12582912.f;  // 1.5·2²³: x + kRound has x, rounded, 
 // x·2^n for a whole n, -252 to 252, rounded once where the result is subnormal.
 template <class T> MATH T scale(T x, T n, Integer<T> whole) {
 #if defined(__AVX512F__) && defined(__GNUC__)
-  if constexpr (sizeof(T) == 64) return (T)__builtin_ia32_scalefps512_mask(x, n, x, -1, 4);  // 4: rounds as usual
+  if constexpr (sizeof(T) == 64)
+    return (T)__builtin_ia32_scalefps512_mask(x, n, x, -1, 4);  // 4: rounds as usual
 #endif
   const Integer<T> half = whole >> 1, rest = whole - half;
   return x * bits<T>((half + 127) << 23) * bits<T>((rest + 127) << 23);
@@ -250,7 +250,9 @@ template <class T> MATH T exp(T x_) {
   const T x = within(x_, -105, 90);
   const Whole<T> e = nearest(x * kLog2e);
   const T r = (x - e.n * kLn2High) - e.n * kLn2Low;
-  const T p = r * r * polynomial(r, 0.49999994f, 0.166665211f, 0.0416682884f, 0.00836870354f, 0.00138189388f) + r + 1.f;
+  const T p =
+      r * r * polynomial(r, 0.49999994f, 0.166665211f, 0.0416682884f, 0.00836870354f, 0.00138189388f) + r +
+      1.f;
   return scale(p, e.n, e.whole);
 }
 
@@ -259,7 +261,8 @@ template <class T> MATH T exp2(T x_) {
   const Whole<T> e = nearest(x);
   const T f = x - e.n;
   const T p = f * polynomial(f, 0.693147182f, 0.240226477f, 0.0555035956f, 0.00961850584f, 0.00133910251f,
-                             0.000153267814f) + 1.f;
+                             0.000153267814f) +
+              1.f;
   return scale(p, e.n, e.whole);
 }
 
@@ -267,7 +270,8 @@ template <class T> MATH T expm1(T x_) {
   const T x = within(x_, -18, 89);  // -1 to the last digit, and beyond
   const Whole<T> e = nearest(x * kLog2e);
   const T r = (x - e.n * kLn2High) - e.n * kLn2Low;
-  const T p = r * r * polynomial(r, 0.49999997f, 0.16666545f, 0.0416674614f, 0.00836643204f, 0.00138684351f) + r;
+  const T p =
+      r * r * polynomial(r, 0.49999997f, 0.16666545f, 0.0416674614f, 0.00836643204f, 0.00138684351f) + r;
   const T half = bits<T>((e.whole + 126) << 23);  // of the power, which may itself be infinite
   const T y = (p * half + (half - 0.5f)) * 2.f;
   return abs(x) < all<T>(0x1p-24f) ? x : y;
@@ -280,14 +284,13 @@ template <class T> MATH T log(T x) {
   const I exponent = (bits<I>(normal) - bits<int32_t>(0.707106769f)) >> 23;
   const T f = bits<T>(bits<I>(normal) - (exponent << 23)) - 1.f;  // √½ - 1 to √2 - 1
   T e;
-  if constexpr (Traits<T>::lanes == 1)
-    e = T(exponent);
-  else
-    e = __builtin_convertvector(exponent, T);
+  if constexpr (Traits<T>::lanes == 1) e = T(exponent);
+  else e = __builtin_convertvector(exponent, T);
   e = small ? e - 23.f : e;
   const T square = f * f;
-  T y = f * square * polynomial(f, 0.333333135f, -0.250000089f, 0.20002076f, -0.166679919f, 0.142202064f, -0.124060407f,
-                                0.11884819f, -0.116722085f, 0.0674871579f);
+  T y = f * square *
+        polynomial(f, 0.333333135f, -0.250000089f, 0.20002076f, -0.166679919f, 0.142202064f, -0.124060407f,
+                   0.11884819f, -0.116722085f, 0.0674871579f);
   y = (f + (e * kLn2Low + (y - 0.5f * square))) + e * kLn2High;
   const T infinity = all<T>(std::numeric_limits<float>::infinity());
   y = x < infinity ? y : x;  // infinity, NaN
@@ -307,20 +310,16 @@ template <class T> MATH T log1p(T x) {
 // ---------------------------------------------------------------------------------------------- what differs
 
 #ifdef MATH_ON_GPU
-#define MATH_PRIMITIVE(name, of_gpu) \
-  template <class T> MATH T name(T x) { \
-    if constexpr (is_float<T>) \
-      return gpu::of_gpu(x); \
-    else \
-      return ::name(x); \
+#define MATH_PRIMITIVE(name, of_gpu)                  \
+  template <class T> MATH T name(T x) {               \
+    if constexpr (is_float<T>) return gpu::of_gpu(x); \
+    else return ::name(x);                            \
   }
 #else
-#define MATH_PRIMITIVE(name, of_gpu) \
-  template <class T> MATH T name(T x) { \
-    if constexpr (is_float<T>) \
-      return cpu::name(x); \
-    else \
-      return each(x, [](double value) { return std::name(value); }); \
+#define MATH_PRIMITIVE(name, of_gpu)                                    \
+  template <class T> MATH T name(T x) {                                 \
+    if constexpr (is_float<T>) return cpu::name(x);                     \
+    else return each(x, [](double value) { return std::name(value); }); \
   }
 #endif
 MATH_PRIMITIVE(exp, exp)
@@ -382,7 +381,8 @@ template <class T> MATH T rsqrt_gradient(T x) {
   return Element<T>(-0.5) * y * (y * y);
 }
 
-// ------------------------------------------------------------------------------------- sigmoid and its family
+// ------------------------------------------------------------------------------------- sigmoid and its
+// family
 
 // Powers t = exp(-|x|) neither overflow nor cancel: sigmoid is 1 / (1 + t), or below zero t / (1 + t).
 template <class T> MATH T sigmoid(T x) {
@@ -411,9 +411,7 @@ template <class T> MATH T tanh(T x) {
     return each(x, [](double value) { return std::tanh(value); });
   }
 }
-template <class T> MATH T tanh_gradient(T x) {
-  return 4 * sigmoid_gradient(2 * x);
-}
+template <class T> MATH T tanh_gradient(T x) { return 4 * sigmoid_gradient(2 * x); }
 
 // x·tanh(ln(1 + e)) = x·n / (n + 2) with e = exp(x), n = e·(e + 2): sums of positive numbers. From 20 on the
 // quotient is 1.
@@ -430,10 +428,9 @@ template <class T> MATH T mish_gradient(T x) {
 // ln(1 + t) for t in 0 to 1.
 template <class T> MATH T log1p_of_share(T t) {
   if constexpr (is_float<T>)
-    return t * polynomial(t, 1.f, -0.499999881f, 0.333327144f, -0.249888644f, 0.198996231f, -0.161351711f, 0.124795295f,
-                          -0.0832389519f, 0.042114824f, -0.0136916717f, 0.00208454439f);
-  else
-    return log1p(t);
+    return t * polynomial(t, 1.f, -0.499999881f, 0.333327144f, -0.249888644f, 0.198996231f, -0.161351711f,
+                          0.124795295f, -0.0832389519f, 0.042114824f, -0.0136916717f, 0.00208454439f);
+  else return log1p(t);
 }
 
 // ln(1 + exp(βx)) / β; x itself where βx exceeds the threshold.
@@ -447,14 +444,13 @@ template <class T> MATH T softplus_gradient(T x, Element<T> beta, Element<T> thr
   return select(z > all<T>(threshold), 1, sigmoid(z));
 }
 
-template <class T> MATH T elu(T x, Element<T> alpha) {
-  return x <= T{} ? alpha * expm1(x) : x;
-}
+template <class T> MATH T elu(T x, Element<T> alpha) { return x <= T{} ? alpha * expm1(x) : x; }
 template <class T> MATH T elu_gradient(T x, Element<T> alpha) {
   return x <= T{} ? alpha * exp(x) : all<T>(1);
 }
 
-// -------------------------------------------------------------------------------------------- erf and its own
+// -------------------------------------------------------------------------------------------- erf and its
+// own
 
 constexpr double kTwoOverSqrtPi = 1.12837916709551257, kSqrtHalf = 0.707106781186547524;
 constexpr double kNormal = 0.398942280401432678;  // 1 / √(2π)
@@ -472,8 +468,8 @@ namespace cpu {
 template <class T> MATH T erf(T x) {
   const T a = abs(x), s = x * x;
   const T large = 1 - 2 * (exp2(s * -kLog2e) * mills(a * 1.41421356f));
-  const T p = polynomial(s, 0.128379166f, -0.376126289f, 0.112836242f, -0.02685556f, 0.00519175315f, -0.000803975272f,
-                         7.94310035e-05f);
+  const T p = polynomial(s, 0.128379166f, -0.376126289f, 0.112836242f, -0.02685556f, 0.00519175315f,
+                         -0.000803975272f, 7.94310035e-05f);
   return a < all<T>(0.9f) ? x * p + x : copysign(large, x);
 }
 
@@ -512,7 +508,8 @@ template <class T> MATH T gelu_tanh_gradient(T x) {
   const T square = x * x;
   const T u = x * (square * Element<T>(kGelu * kCubic) + Element<T>(kGelu)), t = exp(-abs(u));
   const T near = quotient(T{} + 1, t + 1), far = t * near;
-  return x * (near * far) * (square * Element<T>(3 * kGelu * kCubic) + Element<T>(kGelu)) + select(u < T{}, far, near);
+  return x * (near * far) * (square * Element<T>(3 * kGelu * kCubic) + Element<T>(kGelu)) +
+         select(u < T{}, far, near);
 }
 
 // ------------------------------------------------------------------------------------------------ in pieces

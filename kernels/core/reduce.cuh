@@ -63,7 +63,7 @@ template <int kCount> struct ManyRowSums {
 // Each of `sums` of its own of values (kCount, rows, C), in double and in a fixed order. A block per sum.
 template <int kCount, class T>
 __global__ void __launch_bounds__(kThreads)
-sum_rows_kernel(ManyRowSums<kCount> sums, const T* values, int64_t rows, int64_t C) {
+    sum_rows_kernel(ManyRowSums<kCount> sums, const T* values, int64_t rows, int64_t C) {
   __shared__ double partial[kThreads];
   const RowSums own = sums.of[blockIdx.y];
   if (blockIdx.x >= own.count) return;

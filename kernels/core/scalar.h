@@ -1,12 +1,13 @@
 // The element types of one build, for nvcc and for the host compiler alike.
 // A build serves one combination of dtypes, chosen by -D flags: VALUE_T is what the convolution yields and
 // OUTPUT_T what the model returns (float, double, half_t or bfloat16_t); INDEX_T holds an index that backward
-// needs; PARAMETER_T, by default accumulate_t, are a generated tail's parameters. Sums use accumulate_t. Other macros of a build may stand before this header: it has few names.
+// needs; PARAMETER_T, by default accumulate_t, are a generated tail's parameters. Sums use accumulate_t.
+// Other macros of a build may stand before this header: it has few names.
 #pragma once
 #include <stdint.h>
 #include <type_traits>
 
-#ifndef EXPORT  // inline_loader.py has its own
+#ifndef EXPORT             // inline_loader.py has its own
 #define EXPORT extern "C"  // marks a launcher that inline_loader.py turns into an operator
 #endif
 
@@ -17,7 +18,8 @@ using half_t = __half;
 using bfloat16_t = __nv_bfloat16;
 #define HOST_DEVICE __host__ __device__ __forceinline__
 #else
-#ifndef WITHOUT_HALVES  // defined for sources that name none, because these headers take half a second to compile
+#ifndef WITHOUT_HALVES  // defined for sources that name none, because these headers take half a second to
+                        // compile
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 using half_t = c10::Half;

@@ -56,7 +56,8 @@ struct Rooms<Loop, First, Rest...> : Room<typename First::template Shared<Loop>,
 template <class... Sinks> constexpr int row_group() {
   int most = 1;
   ((most = Sinks::kRowGroup > most ? Sinks::kRowGroup : most), ...);
-  static_assert(((1 == Sinks::kRowGroup) + ... + 0) >= int(sizeof...(Sinks)) - 1, "one sink that groups rows");
+  static_assert(((1 == Sinks::kRowGroup) + ... + 0) >= int(sizeof...(Sinks)) - 1,
+                "one sink that groups rows");
   return most;
 }
 
@@ -64,10 +65,12 @@ template <class... Sinks> constexpr int row_group() {
 template <class Tail, class = void> constexpr bool fetches = false;
 template <class Tail> constexpr bool fetches<Tail, std::void_t<typename Tail::Fetches>> = true;
 
-// … for a tile of a warp's channels, whose first element in a plane is `first`, while its products are under way: a lane
-// a channel. Without that the tail waits for memory, and few warps have nothing else to do meanwhile.
+// … for a tile of a warp's channels, whose first element in a plane is `first`, while its products are under
+// way: a lane a channel. Without that the tail waits for memory, and few warps have nothing else to do
+// meanwhile.
 template <class Loop, class Tail>
-__device__ __forceinline__ void fetch_tile(const Tail& tail, const typename Loop::Place& place, int64_t first) {
+__device__ __forceinline__ void fetch_tile(const Tail& tail, const typename Loop::Place& place,
+                                           int64_t first) {
   if constexpr (fetches<Tail>) {
     const int own = threadIdx.x % 32;
     const int64_t plane = int64_t(place.height()) * place.width();
@@ -88,7 +91,8 @@ template <class Loop> struct Chain<Loop> {
   __device__ __forceinline__ Chain(Rooms<Loop>&, const Place&) {}
   __device__ __forceinline__ void begin() {}
   template <int kTiles> __device__ __forceinline__ void shift(const Accumulators<kTiles>&) {}
-  template <int kTiles, class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>&, const Offset&) {}
+  template <int kTiles, class Offset>
+  __device__ __forceinline__ void accept(Accumulators<kTiles>&, const Offset&) {}
   __device__ __forceinline__ void overlap() {}
   __device__ __forceinline__ void end() {}
   __device__ __forceinline__ void finish() {}

@@ -34,7 +34,9 @@ template <int kCount> __device__ __forceinline__ void load_shared(uint32_t* to, 
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address) : "memory");
   else
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address) : "memory");
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
 }
 
 #if __CUDA_ARCH__ >= 800 || !defined(__CUDA_ARCH__)
@@ -44,21 +46,24 @@ template <int kBytes> __device__ __forceinline__ void copy_async(void* to, const
   if constexpr (kBytes == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
-                 ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes)
+                 : "memory");
 }
 // 16 bytes likewise; zeros where `real` is false.
 __device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, bool real) {
   const int bytes = real ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(bytes)
+               : "memory");
 }
-// What a thread, or another, will read soon comes into the L2 cache: of `count` elements, if any, the whole 16 bytes; from Hopper on.
+// What a thread, or another, will read soon comes into the L2 cache: of `count` elements, if any, the whole
+// 16 bytes; from Hopper on.
 template <class T> __device__ __forceinline__ void fetch_ahead(const T* from, int count) {
 #if __CUDA_ARCH__ >= 900
   const uint64_t first = (uint64_t(from) + 15) / 16 * 16, last = uint64_t(from + count) / 16 * 16;
   if (last > first)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first), "r"(uint32_t(last - first)) : "memory");
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first), "r"(uint32_t(last - first))
+                 : "memory");
 #endif
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -71,28 +76,33 @@ template <int kPending> __device__ __forceinline__ void await_copies() {
 __device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-               : "r"(address) : "memory");
+               : "r"(address)
+               : "memory");
 }
 
 // The same, each transposed: rows that are rows of B, or columns of A, make a register of its fragment.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-               : "r"(address) : "memory");
+               : "r"(address)
+               : "memory");
 }
 // Two of them, whose rows are lanes 0-15's.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[2], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(registers[0]), "=r"(registers[1]) : "r"(address) : "memory");
+               : "=r"(registers[0]), "=r"(registers[1])
+               : "r"(address)
+               : "memory");
 }
 
 // -------------------------------------------------------------------------------------------------- mma.sync
 
 // Operand: half_t or bfloat16_t.
-#define MMA(type) \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 " \
+#define MMA(type)                                                                \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type            \
+               ".f32 "                                                           \
                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                  \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 template <class Operand = half_t>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
@@ -103,10 +113,12 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
 #undef MMA
 
 // The same with k = 8: registers 0 and 1 of A, 0 of B.
-#define MMA(type) \
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." type "." type ".f32 " \
+#define MMA(type)                                                    \
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." type "." type \
+               ".f32 "                                               \
                "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};" \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0))
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])      \
+               : "r"(a0), "r"(a1), "r"(b0))
 template <class Operand = half_t>
 __device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
   if constexpr (std::is_same_v<Operand, half_t>) MMA("f16");
@@ -117,11 +129,13 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_
 // The same of TF32, with k = 8: float32 whose last 13 bits do not count.
 //   A   0: row g, k t    1: row g + 8, k t    2: row g, k t + 4    3: row g + 8, k t + 4
 //   B   0: k t, column g    1: k t + 4, column g
-__device__ __forceinline__ void multiply_add_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+__device__ __forceinline__ void multiply_add_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                  uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // The same with k = 32, B's register i from k 8 i on, and of A two of every four neighbours in a row, k 4 i …
@@ -130,11 +144,12 @@ __device__ __forceinline__ void multiply_add_tf32(float (&d)[4], const uint32_t 
 // t = 1 those of k 16-31; row g's in the low half, row g + 8's in the high one.
 __device__ __forceinline__ void multiply_add_sparse(float (&d)[4], const uint32_t (&a)[4],
                                                     const uint32_t (&b)[4], uint32_t selectors) {
-  asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, 0x0;"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]),
-                 "r"(selectors));
+  asm volatile(
+      "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, 0x0;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]),
+        "r"(selectors));
 }
 
 // threadIdx.x, read anew: what was computed from it before need not wait in registers for being used again.
@@ -155,8 +170,9 @@ __device__ __forceinline__ void invalidate(uint64_t* barrier) {
   asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}"
-               ::"r"(shared_address(barrier)) : "memory");
+  asm volatile(
+      "{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
+      : "memory");
 }
 // Until the phase of this parity is complete.
 __device__ __forceinline__ void await(uint64_t* barrier, uint32_t parity) {
@@ -165,8 +181,10 @@ __device__ __forceinline__ void await(uint64_t* barrier, uint32_t parity) {
 #else
 #define WAIT "mbarrier.test_wait.parity.shared.b64"
 #endif
-  asm volatile("{\n.reg .pred done;\nagain:\n" WAIT " done, [%0], %1;\n@!done bra again;\n}"
-               ::"r"(shared_address(barrier)), "r"(parity) : "memory");
+  asm volatile("{\n.reg .pred done;\nagain:\n" WAIT
+               " done, [%0], %1;\n@!done bra again;\n}" ::"r"(shared_address(barrier)),
+               "r"(parity)
+               : "memory");
 #undef WAIT
 }
 
@@ -186,22 +204,24 @@ __device__ __forceinline__ void publish_barriers() {
 // An arrival that announces bytes; and a copy of so many, which completes them: a multiple of 16, from and to
 // such places.
 __device__ __forceinline__ void arrive(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-               ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
 }
 // The same to the same place in every block of a cluster that `blocks` has a bit for, and to its barrier.
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int bytes, uint64_t* barrier,
                                           uint16_t blocks) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-               "[%0], [%1], %2, [%3], %4;"
-               ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)),
-                 "h"(blocks)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"(blocks)
+      : "memory");
 }
 // Which of its cluster's blocks this is; an arrival at a barrier of another; and a meeting of all their
 // threads.
@@ -211,17 +231,20 @@ __device__ __forceinline__ int cluster_rank() {
   return rank;
 }
 __device__ __forceinline__ void arrive_at(uint64_t* barrier, int rank) {
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-               "mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
-               ::"r"(shared_address(barrier)), "r"(rank) : "memory");
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
 }
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 // The other way, from shared to global memory.
 __device__ __forceinline__ void copy_bulk_out(void* global, const void* shared, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-               ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void commit_bulk_copies() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -249,13 +272,18 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 // 8 or 16 bytes to global memory, unless `valid` is false: a predicate in place of a branch, which would keep
 // the instructions around it from being scheduled together.
 __device__ __forceinline__ void store_if(bool valid, void* to, uint2 v) {
-  asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %0, 0; @valid st.global.v2.u32 [%1], {%2, %3}; }"
-               ::"r"(int(valid)), "l"(to), "r"(v.x), "r"(v.y) : "memory");
+  asm volatile(
+      "{ .reg .pred valid; setp.ne.s32 valid, %0, 0; @valid st.global.v2.u32 [%1], {%2, %3}; }" ::"r"(
+          int(valid)),
+      "l"(to), "r"(v.x), "r"(v.y)
+      : "memory");
 }
 __device__ __forceinline__ void store_if(bool valid, void* to, float4 v) {
-  asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %0, 0; "
-               "@valid st.global.v4.f32 [%1], {%2, %3, %4, %5}; }"
-               ::"r"(int(valid)), "l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+  asm volatile(
+      "{ .reg .pred valid; setp.ne.s32 valid, %0, 0; "
+      "@valid st.global.v4.f32 [%1], {%2, %3, %4, %5}; }" ::"r"(int(valid)),
+      "l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
 }
 
 // 2, 4 or 8 bytes from there likewise, and zero where `valid` is false.
@@ -263,13 +291,16 @@ template <int kBytes> __device__ __forceinline__ uint2 load_if(bool valid, const
   uint2 v{0, 0};
   if constexpr (kBytes == 8)
     asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %2, 0; @valid ld.global.v2.u32 {%0, %1}, [%3]; }"
-                 : "+r"(v.x), "+r"(v.y) : "r"(int(valid)), "l"(from));
+                 : "+r"(v.x), "+r"(v.y)
+                 : "r"(int(valid)), "l"(from));
   else if constexpr (kBytes == 4)
     asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %1, 0; @valid ld.global.u32 %0, [%2]; }"
-                 : "+r"(v.x) : "r"(int(valid)), "l"(from));
+                 : "+r"(v.x)
+                 : "r"(int(valid)), "l"(from));
   else
     asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %1, 0; @valid ld.global.u16 %0, [%2]; }"
-                 : "+r"(v.x) : "r"(int(valid)), "l"(from));
+                 : "+r"(v.x)
+                 : "r"(int(valid)), "l"(from));
   return v;
 }
 
@@ -324,30 +355,36 @@ template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]
 // D (64×n) += A (64×16) · B (16×n), n = 64, 128, 192 or 256, by four warps: warp i has rows 16 i … 16 i + 15
 // of A and D, fragments as above. A lies in registers or in shared memory. Where `accumulate` is false, what
 // D held before does not count.
-#define NAMES_64 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_128 NAMES_64 \
-                  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-                  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_192 NAMES_128 \
-                  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
-                  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES_256 NAMES_192 \
-                  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106" \
-                  ", %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117" \
-                  ", %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define NAMES_64                                                           \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_128                                                                      \
+  NAMES_64                                                                             \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_192                                                                    \
+  NAMES_128                                                                          \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_256                                                      \
+  NAMES_192                                                            \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106"     \
+  ", %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117" \
+  ", %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FRAGMENT(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define ROW(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define SUMS_64 ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7)
 #define SUMS_128 SUMS_64, ROW(8), ROW(9), ROW(10), ROW(11), ROW(12), ROW(13), ROW(14), ROW(15)
 #define SUMS_192 SUMS_128, ROW(16), ROW(17), ROW(18), ROW(19), ROW(20), ROW(21), ROW(22), ROW(23)
 #define SUMS_256 SUMS_192, ROW(24), ROW(25), ROW(26), ROW(27), ROW(28), ROW(29), ROW(30), ROW(31)
-#define WGMMA_OF_TYPE(n, type, flag, operands, ...) \
-  asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\n" \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" NAMES_##n "}, " \
-               operands ";\n}" \
-               : SUMS_##n : __VA_ARGS__, "r"(int(accumulate)))
-#define WGMMA_OF_OPERAND(n, flag, operands, ...) \
+#define WGMMA_OF_TYPE(n, type, flag, operands, ...)                                                          \
+  asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag                                    \
+               ", 0;\n"                                                                                      \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" NAMES_##n "}, " operands \
+                                                                                              ";\n}"         \
+               : SUMS_##n                                                                                    \
+               : __VA_ARGS__, "r"(int(accumulate)))
+#define WGMMA_OF_OPERAND(n, flag, operands, ...)                                                       \
   if constexpr (std::is_same_v<Operand, half_t>) WGMMA_OF_TYPE(n, "f16", flag, operands, __VA_ARGS__); \
   else WGMMA_OF_TYPE(n, "bf16", flag, operands, __VA_ARGS__)
 

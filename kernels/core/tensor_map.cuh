@@ -13,8 +13,8 @@
 namespace tensor_core {
 
 // Describes an operand of which a row of A, or a column of B, has kDepth values of k, 64, 32 or 16, the next
-// behind it: unit u of 16 bytes of row r lies in the place of swizzled<kDepth>(r, u). The first row's address is a
-// multiple of eight rows. Adding 2 moves on by 16 values of k.
+// behind it: unit u of 16 bytes of row r lies in the place of swizzled<kDepth>(r, u). The first row's address
+// is a multiple of eight rows. Adding 2 moves on by 16 values of k.
 template <int kDepth> HOST_DEVICE int swizzled(int row, int unit) {
   return unit ^ row / (64 / kDepth) % (kDepth / 8);
 }
@@ -32,9 +32,9 @@ struct Walk {
 };
 
 // An image (N, H, W, C), or volume (N, D, H, W, C), kDims = 3, of Operand, half_t or bfloat16_t, C a multiple
-// of 8, which begins at a multiple of 16 bytes. A copy takes kChannels channels, those of a swizzled operand, at
-// `positions`. Where pixels are folded, one has the channels of so many neighbours in its row, from itself on, and the
-// last of a row that have too few are none.
+// of 8, which begins at a multiple of 16 bytes. A copy takes kChannels channels, those of a swizzled operand,
+// at `positions`. Where pixels are folded, one has the channels of so many neighbours in its row, from itself
+// on, and the last of a row that have too few are none.
 template <int kDims, int kChannels> struct ImageMap {
   CUtensorMap map;
 };
@@ -52,14 +52,15 @@ ImageMap<kDims, kChannels> image_map(const Operand* x, int64_t N, int64_t D, int
   if (!found) throw std::runtime_error("the driver knows no cuTensorMapEncodeIm2col");
   ImageMap<kDims, kChannels> image;
   const int64_t extents[] = {D, H, W};
-  // Channels, then columns, rows and planes, then samples. Of the pixels that a filter's first tap meets: where
-  // they begin, and how far from the image's last they end.
+  // Channels, then columns, rows and planes, then samples. Of the pixels that a filter's first tap meets:
+  // where they begin, and how far from the image's last they end.
   cuuint64_t sizes[kDims + 2] = {cuuint64_t(C * folded)}, pitches[kDims + 1] = {cuuint64_t(C * 2)};
   cuuint32_t strides[kDims + 2] = {1};
   int first[kDims], last[kDims];
   for (int i = 0; i < kDims; i++) {
     const int axis = 2 - i;
-    sizes[i + 1] = extents[axis], pitches[i + 1] = pitches[i] * extents[axis], strides[i + 1] = walk.stride[axis];
+    sizes[i + 1] = extents[axis], pitches[i + 1] = pitches[i] * extents[axis],
+              strides[i + 1] = walk.stride[axis];
     first[i] = -walk.before[axis], last[i] = walk.behind[axis] - (taps[axis] - 1) * walk.dilation[axis];
   }
   sizes[1] -= folded - 1, sizes[kDims + 1] = N, strides[kDims + 1] = 1;
@@ -67,8 +68,8 @@ ImageMap<kDims, kChannels> image_map(const Operand* x, int64_t N, int64_t D, int
   constexpr auto kSwizzle = kChannels == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
                             : kChannels == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
                                               : CU_TENSOR_MAP_SWIZZLE_32B;
-  const auto type = std::is_same_v<Operand, half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto type =
+      std::is_same_v<Operand, half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeIm2col)>(found)(
       &image.map, type, kDims + 2, const_cast<Operand*>(x), sizes, pitches, first, last, kChannels, positions,
       strides, CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -94,18 +95,19 @@ struct Offset {
   uint16_t planes, rows, columns;
 };
 
-// What a tap of a filter meets at `positions`, from the one on whose first pixel is given: kChannels channels from
-// `channel` on, to `shared`, and so many bytes to the barrier: in this block, or in all blocks of a cluster that
-// `blocks` has a bit for.
+// What a tap of a filter meets at `positions`, from the one on whose first pixel is given: kChannels channels
+// from `channel` on, to `shared`, and so many bytes to the barrier: in this block, or in all blocks of a
+// cluster that `blocks` has a bit for.
 template <int kChannels>
 __device__ __forceinline__ void copy_image(void* shared, const ImageMap<2, kChannels>& image,
                                            uint64_t* barrier, int channel, const Pixel& first,
                                            const Offset& tap) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
-               "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};"
-               ::"r"(shared_address(shared)), "l"(&image.map), "r"(shared_address(barrier)), "r"(channel),
-                 "r"(first.column), "r"(first.row), "r"(first.n), "h"(tap.columns), "h"(tap.rows)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(shared_address(shared)),
+      "l"(&image.map), "r"(shared_address(barrier)), "r"(channel), "r"(first.column), "r"(first.row),
+      "r"(first.n), "h"(tap.columns), "h"(tap.rows)
+      : "memory");
 }
 template <int kChannels>
 __device__ __forceinline__ void copy_image(void* shared, const ImageMap<2, kChannels>& image,
@@ -122,12 +124,12 @@ template <int kChannels>
 __device__ __forceinline__ void copy_image(void* shared, const ImageMap<3, kChannels>& image,
                                            uint64_t* barrier, int channel, const Pixel& first,
                                            const Offset& tap) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
-               "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};"
-               ::"r"(shared_address(shared)), "l"(&image.map), "r"(shared_address(barrier)), "r"(channel),
-                 "r"(first.column), "r"(first.row), "r"(first.plane), "r"(first.n), "h"(tap.columns),
-                 "h"(tap.rows), "h"(tap.planes)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};" ::"r"(shared_address(shared)),
+      "l"(&image.map), "r"(shared_address(barrier)), "r"(channel), "r"(first.column), "r"(first.row),
+      "r"(first.plane), "r"(first.n), "h"(tap.columns), "h"(tap.rows), "h"(tap.planes)
+      : "memory");
 }
 template <int kChannels>
 __device__ __forceinline__ void copy_image(void* shared, const ImageMap<3, kChannels>& image,

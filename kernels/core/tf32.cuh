@@ -1,5 +1,5 @@
-// The nearest value of TF32's, ties away from zero (cvt.rna.tf32): so the library rounds operands in planes; from operands in channels
-// last a tensor core cuts the other bits off. No other type runs in TF32.
+// The nearest value of TF32's, ties away from zero (cvt.rna.tf32): so the library rounds operands in planes;
+// from operands in channels last a tensor core cuts the other bits off. No other type runs in TF32.
 #pragma once
 #include <cstdint>
 

@@ -17,17 +17,17 @@ constexpr int64_t kTaps = 9;                    // of a plane of a filter
 constexpr int64_t kRun = 2 * winograd::kChunk;  // positions: a few rows of a plane, or a part of one row
 constexpr int64_t kRuns = 8;
 
-// sums (kTaps, kLanes) += Σ g[w] · pixels[i·W + w + j], for the taps (i, j) of one plane of a filter. Not inlined: GCC would keep `sums`
-// in registers from a run to the next, and have none for the run's own.
-__attribute__((noinline)) inline void add_run(accumulate_t* sums, const Lanes* g, const value_t* pixels, int64_t W, int64_t count) {
+// sums (kTaps, kLanes) += Σ g[w] · pixels[i·W + w + j], for the taps (i, j) of one plane of a filter. Not
+// inlined: GCC would keep `sums` in registers from a run to the next, and have none for the run's own.
+__attribute__((noinline)) inline void add_run(accumulate_t* sums, const Lanes* g, const value_t* pixels,
+                                              int64_t W, int64_t count) {
   const value_t* const rows[] = {pixels, pixels + W, pixels + 2 * W};
   Lanes sum[kTaps] = {};
   for (int64_t w = 0; w < count; w++) {
     asm("" : "+r"(w));  // or GCC carries pixels to the next positions, more than there are registers
     Lanes gradient = g[w];
     KEEP_IN_REGISTER(gradient);
-    for (int64_t tap = 0; tap < kTaps; tap++)
-      sum[tap] += accumulate_t(rows[tap / 3][w + tap % 3]) * gradient;
+    for (int64_t tap = 0; tap < kTaps; tap++) sum[tap] += accumulate_t(rows[tap / 3][w + tap % 3]) * gradient;
   }
   for (int64_t tap = 0; tap < kTaps; tap++) reinterpret_cast<Lanes*>(sums)[tap] += sum[tap];
 }

@@ -41,10 +41,8 @@ inline Integers divided(const Integers& x, int by) {
   return __builtin_convertvector((__builtin_convertvector(x, Doubles) + 0.5) * (1.0 / by), Integers);
 }
 template <int by> inline Integers divided(const Integers& x) {
-  if constexpr ((by & (by - 1)) == 0)
-    return x / by;
-  else
-    return divided(x, by);
+  if constexpr ((by & (by - 1)) == 0) return x / by;
+  else return divided(x, by);
 }
 
 inline bool any_of(const Integers& mask) {
@@ -115,8 +113,8 @@ template <class E> inline void copy_few(E* to, const E* from, int64_t count) {
   else std::copy_n(from, count, to);
 }
 
-// The first `count` lanes, straight from a register: a copy of part of what has just been stored may wait until that and all stores before it have left
-// the core, which takes long for those past the caches.
+// The first `count` lanes, straight from a register: a copy of part of what has just been stored may wait
+// until that and all stores before it have left the core, which takes long for those past the caches.
 template <class E, class X> inline void store_few(E* to, const X& x, int count) {
   if constexpr (std::is_same_v<E, float> && std::is_same_v<X, Lanes>) {
 #if defined(__AVX512F__) && !defined(__clang__)
@@ -137,20 +135,16 @@ template <class E, class X> inline void stream_lanes(E* to, const X& x) {
 #if defined(__AVX512F__) && !defined(__clang__)
   if constexpr (std::is_same_v<E, real> && std::is_same_v<X, Lanes>) {
     if (uintptr_t(to) % kRegister == 0) {
-      if constexpr (sizeof(real) == 4)
-        __builtin_ia32_movntps512(reinterpret_cast<float*>(to), x);
-      else
-        __builtin_ia32_movntpd512(reinterpret_cast<double*>(to), x);
+      if constexpr (sizeof(real) == 4) __builtin_ia32_movntps512(reinterpret_cast<float*>(to), x);
+      else __builtin_ia32_movntpd512(reinterpret_cast<double*>(to), x);
       return;
     }
   }
 #elif defined(__AVX2__) && !defined(__clang__)
   if constexpr (std::is_same_v<E, real> && std::is_same_v<X, Lanes>) {
     if (uintptr_t(to) % kRegister == 0) {
-      if constexpr (sizeof(real) == 4)
-        __builtin_ia32_movntps256(reinterpret_cast<float*>(to), x);
-      else
-        __builtin_ia32_movntpd256(reinterpret_cast<double*>(to), x);
+      if constexpr (sizeof(real) == 4) __builtin_ia32_movntps256(reinterpret_cast<float*>(to), x);
+      else __builtin_ia32_movntpd256(reinterpret_cast<double*>(to), x);
       return;
     }
   }
@@ -194,7 +188,8 @@ template <int stride, class E> inline Computed<E> load_strided(const E* from, in
   Computed<E> result{};
 #pragma GCC unroll 8
   for (int i = 0; i < stride; i += 2) {  // of each two vectors the lanes that they have
-    const auto low = load_lanes(from + i * kLanes), high = i + 1 < stride ? load_lanes(from + (i + 1) * kLanes) : low;
+    const auto low = load_lanes(from + i * kLanes),
+               high = i + 1 < stride ? load_lanes(from + (i + 1) * kLanes) : low;
     const auto lanes = shuffled(low, high, which);
     result = (which >= i * kLanes) ? lanes : result;
   }

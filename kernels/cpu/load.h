@@ -1,7 +1,7 @@
 // The skeletons of a generated source's passes on a CPU; load/load.h lists their words.
 //
-// A thread takes a part of a plane after the other, a point at a time (cpu/points.h). Sums are made in lanes, in double, in an order that sizes
-// alone fix.
+// A thread takes a part of a plane after the other, a point at a time (cpu/points.h). Sums are made in lanes,
+// in double, in an order that sizes alone fix.
 //
 // A result larger than the last cache's share is stored past the caches: nobody finds it there.
 #pragma once
@@ -14,7 +14,8 @@
 
 namespace load {
 
-// ---------------------------------------------------------------------------------------------------------- passes
+// ----------------------------------------------------------------------------------------------------------
+// passes
 
 template <class Pass, class = void> constexpr bool is_scalar = false;
 template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kScalar>> = true;
@@ -23,10 +24,11 @@ template <class Pass> constexpr bool has_windows<Pass, std::enable_if_t<Pass::kW
 template <class Pass, class = void> constexpr bool has_rows = false;
 template <class Pass> constexpr bool has_rows<Pass, std::enable_if_t<Pass::kRows>> = true;
 enum class Walk { rows, windows, whole_rows, single };
-template <class Pass> constexpr Walk walk_of = has_windows<Pass> ? Walk::windows
-                                               : has_rows<Pass>  ? Walk::whole_rows
-                                               : is_scalar<Pass> ? Walk::single
-                                                                 : Walk::rows;
+template <class Pass>
+constexpr Walk walk_of = has_windows<Pass> ? Walk::windows
+                         : has_rows<Pass>  ? Walk::whole_rows
+                         : is_scalar<Pass> ? Walk::single
+                                           : Walk::rows;
 
 // Samples [first, last).
 struct Samples {
@@ -43,7 +45,8 @@ struct Values {
 
 constexpr int64_t kBehind = 256;  // elements that may be read behind those that count
 
-// Positions of a plane: `segments` of so many, `pitch` apart. shift: what there is more from a segment to the next of the values.
+// Positions of a plane: `segments` of so many, `pitch` apart. shift: what there is more from a segment to the
+// next of the values.
 struct Part {
   int first, length, pitch, segments;
   int64_t shift;
@@ -53,8 +56,8 @@ template <Walk walk> class Plane {
  public:
   const int64_t n, c;
   // at: the place of its sums.
-  Plane(const Extent& extent, const value_t* values, int64_t step, int64_t n, int64_t c, int64_t at, const Part& part,
-        bool streams)
+  Plane(const Extent& extent, const value_t* values, int64_t step, int64_t n, int64_t c, int64_t at,
+        const Part& part, bool streams)
       : n(n), c(c), extent_(extent), values_(values), step_(step), at_(at), part_(part), streams_(streams) {}
 
   template <class F> void each(const F& f) {
@@ -80,7 +83,9 @@ template <Walk walk> class Plane {
   }
   void reduce(double* out, Sum& sum) const { out[at_] = sum.value(); }
   void reduce(Moments<double>* out, ShiftedSums& moments) const { out[at_] = moments.value(); }
-  template <bool kPool, Asked asked> void reduce(Largest<kPool>* out, const LargestOf<asked>& own) const { out[at_] = own.template value<kPool>(); }
+  template <bool kPool, Asked asked> void reduce(Largest<kPool>* out, const LargestOf<asked>& own) const {
+    out[at_] = own.template value<kPool>();
+  }
 
  private:
   template <class F> void segment(const F& f, const value_t* values, int first, int last) {
@@ -122,7 +127,8 @@ template <Walk walk> class Plane {
   int lanes_ = kLanes;  // of the point at hand
 };
 
-// Bytes of a core's last cache, or a usual one's. Linux says "32768K" of the one that some cores share; sysconf may have the sum of a processor's.
+// Bytes of a core's last cache, or a usual one's. Linux says "32768K" of the one that some cores share;
+// sysconf may have the sum of a processor's.
 inline int64_t last_cache() {
   static const int64_t found = [] {
     long kilobytes = 0;
@@ -141,7 +147,8 @@ inline bool are_large(const Extent& extent) {
 
 // Of some samples' planes, each taken in `parts`.
 template <class Pass>
-void planes(const Pass& pass, const Extent& extent, const Values& values, int64_t parts, const Samples& some) {
+void planes(const Pass& pass, const Extent& extent, const Values& values, int64_t parts,
+            const Samples& some) {
   constexpr int64_t kGrain = 1 << 12;  // positions: fewer are not worth a thread
   const int64_t C = extent.C, count = some.count() * C * parts, positions = extent.positions();
   if (!count || !positions) return;
@@ -151,14 +158,16 @@ void planes(const Pass& pass, const Extent& extent, const Values& values, int64_
     for (int64_t i = some.first * C * parts + begin; i < some.first * C * parts + end; i++) {
       const int64_t n = i / parts / C, c = i / parts % C, part = i % parts;
       const int first = int(positions * part / parts), last = int(positions * (part + 1) / parts);
-      Plane<walk_of<Pass>> plane(extent, values.sample(n), values.step, n, c, i, {first, last - first, 0, 1, 0}, streams);
+      Plane<walk_of<Pass>> plane(extent, values.sample(n), values.step, n, c, i,
+                                 {first, last - first, 0, 1, 0}, streams);
       pass(plane);
     }
     if (streams) end_streams();
   });
 }
 
-// ----------------------------------------------------------------------------------------------------- small values
+// ----------------------------------------------------------------------------------------------------- small
+// values
 
 struct Alone {
   template <class F> double sum(int64_t count, const F& f) const {

@@ -1,8 +1,10 @@
-// The gradient of depth×3×3 filters on the CPU where most gradients g of results are zero, as behind a pool or an extreme over channels:
-//   dweight[k, c, i, j, l] = Σ g[n, k, d, h, w] · x[n, c, d + i, h + j, w + l], over the places where g isn't zero.
-// At such a place a row of taps meets a run of pixels, channels side by side, all of which g multiplies. So x is turned, with its channels
-// last, and a row's sums are vectors that stay in registers from place to place. What is not finite in x would meet zeros, too: then all
-// is NaN, and the library says what it is.
+// The gradient of depth×3×3 filters on the CPU where most gradients g of results are zero, as behind a pool
+// or an extreme over channels:
+//   dweight[k, c, i, j, l] = Σ g[n, k, d, h, w] · x[n, c, d + i, h + j, w + l], over the places where g isn't
+//   zero.
+// At such a place a row of taps meets a run of pixels, channels side by side, all of which g multiplies. So x
+// is turned, with its channels last, and a row's sums are vectors that stay in registers from place to place.
+// What is not finite in x would meet zeros, too: then all is NaN, and the library says what it is.
 //
 // Sums are float32 over kStrips strips of positions, and double beyond, in an order that the sizes alone fix.
 #pragma once
@@ -15,7 +17,7 @@ namespace picked {
 using load::kLanes, winograd::Lanes, winograd::Line, winograd::Sizes;
 
 constexpr int64_t kRows = 3, kStrips = 8;  // of a plane of a filter; of float32 sums
-constexpr int kAcross = 8;                 // vectors of sums at a time, so that additions don't wait for one another
+constexpr int kAcross = 8;  // vectors of sums at a time, so that additions don't wait for one another
 
 // A gradient that isn't zero, and the first pixel that a filter meets there.
 struct Place {
@@ -23,11 +25,15 @@ struct Place {
   const value_t* pixels;
 };
 
-// sums (kTogether rows, kVectors of their vectors) += Σ g · the vectors of pixels that lie `offset` on, a row `down` the last.
+// sums (kTogether rows, kVectors of their vectors) += Σ g · the vectors of pixels that lie `offset` on, a row
+// `down` the last.
 template <int kVectors, int kTogether = 1>
-inline void add(accumulate_t* sums, int64_t row, const Place* places, int64_t count, int64_t offset, int64_t down) {
+inline void add(accumulate_t* sums, int64_t row, const Place* places, int64_t count, int64_t offset,
+                int64_t down) {
   Lanes sum[kTogether][kVectors];
-  const auto own = [&](int i, int j) -> Lanes& { return *reinterpret_cast<Lanes*>(sums + i * row + j * kLanes); };
+  const auto own = [&](int i, int j) -> Lanes& {
+    return *reinterpret_cast<Lanes*>(sums + i * row + j * kLanes);
+  };
   for (int i = 0; i < kTogether; i++)
     for (int j = 0; j < kVectors; j++) sum[i][j] = own(i, j);
   for (int64_t place = 0; place < count; place++) {
@@ -43,7 +49,9 @@ inline void add(accumulate_t* sums, int64_t row, const Place* places, int64_t co
   for (int i = 0; i < kTogether; i++)
     for (int j = 0; j < kVectors; j++) own(i, j) = sum[i][j];
 }
-template <int kVectors> inline void add_at_most(int64_t vectors, accumulate_t* sums, const Place* places, int64_t count, int64_t offset) {
+template <int kVectors>
+inline void add_at_most(int64_t vectors, accumulate_t* sums, const Place* places, int64_t count,
+                        int64_t offset) {
   if (vectors >= kVectors) add<kVectors>(sums, 0, places, count, offset, 0);
   else if constexpr (kVectors > 1) add_at_most<kVectors - 1>(vectors, sums, places, count, offset);
 }
@@ -58,7 +66,8 @@ inline bool are_zero(const value_t* from) {
 class FilterSums {
  public:
   FilterSums(const value_t* x, const Sizes& sizes, int64_t shares)
-      : sizes_(sizes), shares_(shares), row_((3 * sizes.C + kLanes - 1) / kLanes * kLanes), partial_(shares * share()) {
+      : sizes_(sizes), shares_(shares), row_((3 * sizes.C + kLanes - 1) / kLanes * kLanes),
+        partial_(shares * share()) {
     if (shares) turn(x);
   }
 
@@ -72,7 +81,8 @@ class FilterSums {
         for (int64_t c = 0; c < C; c++)
           for (int64_t row = 0; row < rows; row++)
             for (int64_t l = 0; l < 3; l++)
-              dweight[((k * C + c) * rows + row) * 3 + l] = finite_ ? value_t(sums[row * row_ + l * C + c]) : NAN;
+              dweight[((k * C + c) * rows + row) * 3 + l] =
+                  finite_ ? value_t(sums[row * row_ + l * C + c]) : NAN;
       }
     });
   }
@@ -112,7 +122,8 @@ class FilterSums {
       found.places.resize(strip.rows * strip.columns + 1);
       int64_t at = 0;
       for (int64_t h = strip.row; h < strip.row + strip.rows; h++) {
-        const value_t* const row = of_.turned() + ((strip.n * sizes.D + strip.plane) * sizes.H + h) * sizes.W * sizes.C;
+        const value_t* const row =
+            of_.turned() + ((strip.n * sizes.D + strip.plane) * sizes.H + h) * sizes.W * sizes.C;
         const int64_t end = strip.column + strip.columns;
         for (int64_t first = strip.column; first < end; first += kLanes) {
           const value_t* const from = gradients + h * width + first;
@@ -126,8 +137,8 @@ class FilterSums {
       }
       found.count = at;
     }
-    // Of `count` channels from k on, one row of taps after the other, so that the pixels that these meet are near. Of few channels in, a plane's
-    // rows are summed together.
+    // Of `count` channels from k on, one row of taps after the other, so that the pixels that these meet are
+    // near. Of few channels in, a plane's rows are summed together.
     void add_places(int64_t k, int64_t count) {
       const Sizes& sizes = of_.sizes_;
       const int64_t rows = sizes.depth * kRows, down = sizes.W * sizes.C, vectors = of_.row_ / kLanes;
@@ -158,8 +169,10 @@ class FilterSums {
 
   // x (N, C, D, H, W) to (N, D, H, W, C), and is it finite?
   void turn(const value_t* x) {
-    const int64_t C = sizes_.C, W = sizes_.W, plane = sizes_.D * sizes_.H * W, rows = sizes_.N * sizes_.D * sizes_.H;
-    x_.resize((rows * W * C + kLanes) * sizeof(value_t) / sizeof(Line) + 1);  // a row's last vector may end behind the last pixel
+    const int64_t C = sizes_.C, W = sizes_.W, plane = sizes_.D * sizes_.H * W,
+                  rows = sizes_.N * sizes_.D * sizes_.H;
+    x_.resize((rows * W * C + kLanes) * sizeof(value_t) / sizeof(Line) +
+              1);  // a row's last vector may end behind the last pixel
     std::vector<uint8_t> odd(rows);
     host::parallel_for(rows, 16, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
@@ -167,7 +180,8 @@ class FilterSums {
         value_t* const to = turned() + row * W * C;
         accumulate_t zero = 0;
         for (int64_t c = 0; c < C; c++)
-          for (int64_t w = 0; w < W; w++) to[w * C + c] = from[c * plane + w], zero += 0 * accumulate_t(from[c * plane + w]);
+          for (int64_t w = 0; w < W; w++)
+            to[w * C + c] = from[c * plane + w], zero += 0 * accumulate_t(from[c * plane + w]);
         odd[row] = zero != 0;
       }
     });
@@ -175,9 +189,9 @@ class FilterSums {
   }
 
   const Sizes sizes_;
-  const int64_t shares_, row_;    // sums of a row of taps: channels in side by side, in whole vectors
-  std::vector<double> partial_;   // (shares, K, depth·kRows, row_)
-  std::vector<Line> x_;           // (N, D, H, W, C)
+  const int64_t shares_, row_;   // sums of a row of taps: channels in side by side, in whole vectors
+  std::vector<double> partial_;  // (shares, K, depth·kRows, row_)
+  std::vector<Line> x_;          // (N, D, H, W, C)
   bool finite_ = true;
 };
 

@@ -1,8 +1,9 @@
-// The points of a CPU's passes: what they read and write where they are, their windows, and the windows that hold them. load/load.h lists
-// their words.
+// The points of a CPU's passes: what they read and write where they are, their windows, and the windows that
+// hold them. load/load.h lists their words.
 //
-// A point is kLanes neighbouring positions (Row), the last of a part perhaps fewer, whose other lanes hold anything; or one (Single), which may have
-// windows of whole rows (Rows). Points in windows, and those that were picked, are scattered: a position for each lane.
+// A point is kLanes neighbouring positions (Row), the last of a part perhaps fewer, whose other lanes hold
+// anything; or one (Single), which may have windows of whole rows (Rows). Points in windows, and those that
+// were picked, are scattered: a position for each lane.
 #pragma once
 #include "core/philox.h"
 #include "cpu/reductions.h"
@@ -22,7 +23,8 @@ struct Dropout {
 class Drawn {
  public:
   Integers operator()(const Dropout& by, int64_t at) {
-    if (by.drawn_by != by_ || by.probability != probability_ || at < first_ || at + kLanes > first_ + kCount) draw(by, at);
+    if (by.drawn_by != by_ || by.probability != probability_ || at < first_ || at + kLanes > first_ + kCount)
+      draw(by, at);
     Integers mask;
     memcpy(&mask, masks_ + (at - first_), sizeof mask);
     return mask;
@@ -32,8 +34,10 @@ class Drawn {
   static constexpr int kDraws = 32, kCount = 4 * kDraws;
   void draw(const Dropout& by, int64_t at) {
     by_ = by.drawn_by, probability_ = by.probability, first_ = at / 4 * 4;
-    uint32_t c0[kDraws], c1[kDraws], c2[kDraws] = {}, c3[kDraws] = {}, k0 = uint32_t(by_), k1 = uint32_t(by_ >> 32);
-    for (int i = 0; i < kDraws; i++) c0[i] = uint32_t(first_ / 4 + i), c1[i] = uint32_t((first_ / 4 + i) >> 32);
+    uint32_t c0[kDraws], c1[kDraws], c2[kDraws] = {}, c3[kDraws] = {}, k0 = uint32_t(by_),
+                                     k1 = uint32_t(by_ >> 32);
+    for (int i = 0; i < kDraws; i++)
+      c0[i] = uint32_t(first_ / 4 + i), c1[i] = uint32_t((first_ / 4 + i) >> 32);
     // The arithmetic of core/philox.h.
     for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
       for (int i = 0; i < kDraws; i++) {
@@ -55,7 +59,8 @@ class Drawn {
 // What the points share: where they are. An array of planes has C channels.
 struct Plane_ {
   const Extent& extent;
-  const value_t* values;  // the sample's, which the convolution gave, by position; its channels lie `step` apart
+  const value_t*
+      values;  // the sample's, which the convolution gave, by position; its channels lie `step` apart
   int64_t step, n, c, C;
   int64_t first() const { return (n * C + c) * extent.positions(); }
   const value_t* convolved() const { return values + c * step; }
@@ -67,7 +72,8 @@ struct Plane_ {
   Plane_ channel(int64_t of, int64_t channels) const { return {extent, values, step, n, of, channels}; }
 };
 
-// One position: of passes in which a channel is picked, because channels' own values are read by number, and of windows that lanes share.
+// One position: of passes in which a channel is picked, because channels' own values are read by number, and
+// of windows that lanes share.
 struct Single : Plane_ {
   using T = real;
   int position, place = 0;
@@ -77,7 +83,9 @@ struct Single : Plane_ {
   bool is_at(int place) const { return position == place; }
   template <class E> using One = std::conditional_t<std::is_integral_v<E>, int, real>;
   template <class E> One<E> read(const E* from) const { return One<E>(from[offset()]); }
-  template <class E> One<E> shared(const E* from) const { return One<E>(from[n * extent.positions() + position]); }
+  template <class E> One<E> shared(const E* from) const {
+    return One<E>(from[n * extent.positions() + position]);
+  }
   real v() const { return real(convolved()[position]); }
   template <class E, class X> void write(E* to, const X& x) const { to[offset()] = E(x); }
   bool kept(const int64_t* seed, int64_t number, int which, double probability) const {
@@ -104,7 +112,8 @@ struct Single : Plane_ {
   template <class P> Single chosen(P, const Extent& fine, int which) const {
     const Coordinates w = coordinates(extent, position);
     const int kh = P::height(fine), kw = P::width(fine), row = which / kw;
-    const int x = P::left(fine, w.w) + which % kw, y = P::top(fine, w.h) + row % kh, z = P::front(fine, w.d) + row / kh;
+    const int x = P::left(fine, w.w) + which % kw, y = P::top(fine, w.h) + row % kh,
+              z = P::front(fine, w.d) + row / kh;
     return {{fine, values, step, n, c, C}, (z * fine.H + y) * fine.W + x, which};
   }
   template <class P, class F> real spread(P, const Extent& coarse, const F& f) const {
@@ -152,13 +161,15 @@ struct Lanes_ : Plane_ {
   }
 };
 
-constexpr int kMostStrided = 12;  // further apart they are read one by one, which takes no longer; what is read beside them is less than kBehind
+constexpr int kMostStrided = 12;  // further apart they are read one by one, which takes no longer; what is
+                                  // read beside them is less than kBehind
 
-// How lanes of scattered points lie: anywhere; side by side in a row, `stride` apart; or in ascending order within
-// kLanes elements.
+// How lanes of scattered points lie: anywhere; side by side in a row, `stride` apart; or in ascending order
+// within kLanes elements.
 enum class Order { any, strided, near };
 
-// A position for each lane. The first `count` count; the others repeat one of them. width: of the windows whose places are strided.
+// A position for each lane. The first `count` count; the others repeat one of them. width: of the windows
+// whose places are strided.
 template <Order order, int stride, class Place, int width = stride> struct Scattered : Lanes_ {
   using T = Lanes;
   int count;
@@ -169,7 +180,9 @@ template <Order order, int stride, class Place, int width = stride> struct Scatt
   Integers places() const { return at; }
   Integers is_at(int place) const { return at == place; }
   template <class E> Computed<E> read(const E* from) const { return gathered(from + first()); }
-  template <class E> Computed<E> shared(const E* from) const { return gathered(from + n * extent.positions()); }
+  template <class E> Computed<E> shared(const E* from) const {
+    return gathered(from + n * extent.positions());
+  }
   Lanes v() const { return gathered(convolved()); }
   template <class E, class X> void write(E* to, const X& x) const {
     E all[kLanes];
@@ -182,7 +195,9 @@ template <Order order, int stride, class Place, int width = stride> struct Scatt
     for (int j = 0; j < count; j++) mask[j] = -int(dropout.keeps(first() + at[j]));
     return mask;
   }
-  Scattered channel(int64_t of, int64_t channels) const { return {Plane_::channel(of, channels), count, at, place}; }
+  Scattered channel(int64_t of, int64_t channels) const {
+    return {Plane_::channel(of, channels), count, at, place};
+  }
   template <class F> void channels(int64_t many, const F& f) const {
     for (int64_t i = 0; i < many; i++) f(channel(i, many));
   }
@@ -193,7 +208,8 @@ template <Order order, int stride, class Place, int width = stride> struct Scatt
  private:
   template <class E> Computed<E> gathered(const E* plane) const {
     if constexpr (order == Order::strided) {
-      const int k = width == stride ? place % stride : std::min(place % width, stride - 1), begin = int(at[0]) - k;
+      const int k = width == stride ? place % stride : std::min(place % width, stride - 1),
+                begin = int(at[0]) - k;
       const bool is_there = begin >= 0 && begin + stride * kLanes <= extent.positions();
       if (stride <= kMostStrided && is_there) return load_strided<stride>(plane + begin, k);
     }
@@ -226,7 +242,8 @@ inline void walk_windows(P, const Plane_& plane, int count, const Integers& corn
   for (int i = 0; i < kd; i++)
     for (int j = 0; j < kh; j++) {
       const Integers row = corner + (i * fine.H + j) * fine.W;
-      for (int k = 0; k < kw; k++) f(Scattered<Order::any, 1, int>{plane, count, row + k, (i * kh + j) * kw + k});
+      for (int k = 0; k < kw; k++)
+        f(Scattered<Order::any, 1, int>{plane, count, row + k, (i * kh + j) * kw + k});
     }
 }
 // The same where windows are neighbours of one row, the first at `first`; what lies outside is left out.
@@ -235,8 +252,10 @@ inline void walk_row_of_windows(P, const Plane_& plane, int count, const Coordin
   constexpr int stride = std::max(1, P::kStride), width = std::max(1, P::kWidth);
   const Extent& fine = plane.extent;
   const int kd = P::depth(fine), kh = P::height(fine), z = P::front(fine, first.d), y = P::top(fine, first.h);
-  const Integers lane = count_up(), last = Integers{} + (count - 1), x = P::left(fine, (lane < last ? lane : last) + first.w);
-  const bool cuts = P::kPads && (P::left(fine, first.w) < 0 || P::left(fine, first.w + count - 1) + width > fine.W);
+  const Integers lane = count_up(), last = Integers{} + (count - 1),
+                 x = P::left(fine, (lane < last ? lane : last) + first.w);
+  const bool cuts =
+      P::kPads && (P::left(fine, first.w) < 0 || P::left(fine, first.w + count - 1) + width > fine.W);
   const auto is_outside = [](int place, int size) { return P::kPads && (place < 0 || place >= size); };
   for (int i = 0; i < kd; i++)
 #pragma GCC unroll 4
@@ -276,7 +295,8 @@ inline void walk_windows(P pool, const Plane_& plane, int count, const Places& a
 }
 
 // What was picked in the windows of `count` lanes.
-template <class P> inline auto chosen_in(P pool, const Plane_& plane, int count, const Places& at, const Integers& picked) {
+template <class P>
+inline auto chosen_in(P pool, const Plane_& plane, int count, const Places& at, const Integers& picked) {
   const Extent& fine = plane.extent;
   const int kh = P::height(fine), kw = P::width(fine);
   const Integers last = Integers{} + picked[count - 1], places = count_up() < count ? picked : last;
@@ -297,14 +317,17 @@ inline Lanes spread_over(P, const Plane_& coarse, int count, const Places& at, c
     for (int j = 0; j < high.most(1); j++)
       for (int k = 0; k < wide.most(1); k++) {
         const Integers inside = (deep.count > i) & (high.count > j) & (wide.count > k);
-        const Integers to = inside ? ((deep.first + i) * windows.H + high.first + j) * windows.W + wide.first + k : 0;
-        const Integers place = (deep.place(i) * P::height(windows) + high.place(j)) * P::kWidth + wide.place(k);
+        const Integers to =
+            inside ? ((deep.first + i) * windows.H + high.first + j) * windows.W + wide.first + k : 0;
+        const Integers place =
+            (deep.place(i) * P::height(windows) + high.place(j)) * P::kWidth + wide.place(k);
         const Lanes found = f(Scattered<Order::any, 1, Integers>{coarse, count, to, place});
         total += inside ? found : Lanes{};
       }
   return total;
 }
-// The same for neighbours of one row: of each the k-th window, where it has so many, counted from the first that holds any.
+// The same for neighbours of one row: of each the k-th window, where it has so many, counted from the first
+// that holds any.
 template <class P, class F>
 inline Lanes spread_over_row(P, const Plane_& coarse, int count, const Coordinates& first, const F& f) {
   constexpr int S = P::kStride;
@@ -314,14 +337,17 @@ inline Lanes spread_over_row(P, const Plane_& coarse, int count, const Coordinat
   const auto wide = P::wide(first.w, windows.W, count);
   if (wide.count < 1) return Lanes{};
   const Integers own = count_up() + wide.place(0), last = Integers{} + (wide.count - 1);
-  const Integers behind = own - (P::kWidth - S), own_first = divided<S>(behind > 0 ? behind : 0);  // of each lane the first window that holds it
+  const Integers behind = own - (P::kWidth - S),
+                 own_first =
+                     divided<S>(behind > 0 ? behind : 0);  // of each lane the first window that holds it
   Lanes total{};
   for (int i = 0; i < deep.count; i++)
     for (int j = 0; j < high.count; j++)
       for (int k = 0; k < wide.most(1); k++) {
         const Integers x = own_first + k, in_row = own - x * S;
         const auto inside = (in_row >= 0) & (x <= last);
-        const Integers to = (x < last ? x : last) + (((deep.first + i) * windows.H + high.first + j) * windows.W + wide.first);
+        const Integers to = (x < last ? x : last) +
+                            (((deep.first + i) * windows.H + high.first + j) * windows.W + wide.first);
         const Integers place = in_row + (deep.place(i) * P::height(windows) + high.place(j)) * P::kWidth;
         const Lanes found = f(Scattered<Order::near, 1, Integers>{coarse, count, to, place});
         total += inside ? found : Lanes{};
@@ -331,7 +357,8 @@ inline Lanes spread_over_row(P, const Plane_& coarse, int count, const Coordinat
 
 // What f says of the windows that hold the lanes, 0 where none does.
 template <class P, class F>
-inline Lanes spread_from(P pool, const Plane_& coarse, const Extent& fine, int count, const Places& at, const F& f) {
+inline Lanes spread_from(P pool, const Plane_& coarse, const Extent& fine, int count, const Places& at,
+                         const F& f) {
   if constexpr (!P::kApart) {
     return spread_over(pool, coarse, count, at, f);
   } else {
@@ -346,10 +373,12 @@ inline Lanes spread_from(P pool, const Plane_& coarse, const Extent& fine, int c
 }
 // The same for neighbours of one row, w on.
 template <class P, class F>
-inline Lanes spread_along(P pool, const Plane_& coarse, const Extent& fine, int count, const Coordinates& first, const F& f) {
+inline Lanes spread_along(P pool, const Plane_& coarse, const Extent& fine, int count,
+                          const Coordinates& first, const F& f) {
   if constexpr (!P::kApart) return spread_over_row(pool, coarse, count, first, f);
   const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
-  const int z = first.d / kd, y = first.h / kh, begin = first.w / kw, row = (z * coarse.extent.H + y) * coarse.extent.W;
+  const int z = first.d / kd, y = first.h / kh, begin = first.w / kw,
+            row = (z * coarse.extent.H + y) * coarse.extent.W;
   if (z >= coarse.extent.D || y >= coarse.extent.H || begin >= coarse.extent.W) return Lanes{};
   const Integers w = count_up() + (first.w - begin * kw);  // from the first window's left
   const int row_in_window = (first.d - z * kd) * kh + first.h - y * kh;
@@ -396,7 +425,9 @@ template <bool kWhole> struct Row : Lanes_ {
   Integers places() const { return count_up() + position; }
   Integers is_at(int place) const { return places() == place; }
   template <class E> Computed<E> read(const E* from) const { return loaded(from + offset()); }
-  template <class E> Computed<E> shared(const E* from) const { return loaded(from + n * extent.positions() + position); }
+  template <class E> Computed<E> shared(const E* from) const {
+    return loaded(from + n * extent.positions() + position);
+  }
   Lanes v() const { return loaded(convolved() + position); }
   template <class X> void replace_v(const X& x) const {
     kWhole ? store_lanes(spent(x) + position, x) : store_few(spent(x) + position, x, count);
@@ -476,14 +507,17 @@ struct Rows : Single {
     constexpr int whole = P::kHeight ? 1 : P::kDepth ? 2 : 3;  // axes, whose positions are neighbours
     const Coordinates w = coordinates(extent, position);
     const int length = fine.W * (whole > 1 ? fine.H : 1) * (whole > 2 ? fine.D : 1);
-    const int runs = P::depth(fine) * P::height(fine) * fine.W / length, high = whole > 1 ? 1 : P::height(fine);
+    const int runs = P::depth(fine) * P::height(fine) * fine.W / length,
+              high = whole > 1 ? 1 : P::height(fine);
     const int z = P::front(fine, w.d), y = P::top(fine, w.h);
     for (int run = 0; run < runs; run++) {
       const int first = ((z + run / high) * fine.H + y + run % high) * fine.W;
       const auto at = [&](auto fills, int k, int count) {
         const Integers lane = count_up();
         *lanes = count;
-        f(OfRow<fills>{{{{fine, values, step, n, c, C}}, first + k, count, false, nullptr}, lane + (run * length + k), lane < count});
+        f(OfRow<fills>{{{{fine, values, step, n, c, C}}, first + k, count, false, nullptr},
+                       lane + (run * length + k),
+                       lane < count});
       };
       int k = 0;
       for (; k + kLanes <= length; k += kLanes) at(std::true_type(), k, kLanes);
@@ -510,7 +544,8 @@ struct Rows : Single {
       const Lanes x = other(own.value), value = own.value;
       const Integers place = other(own.index), nan = x != x, own_nan = value != value;
       const Integers ties = ((x == value) | (nan & own_nan)) & (place < own.index);
-      const Integers better = (own.index < 0) | (~own_nan & ((sign > 0 ? x > value : x < value) | nan)) | ties;
+      const Integers better =
+          (own.index < 0) | (~own_nan & ((sign > 0 ? x > value : x < value) | nan)) | ties;
       own.value = better & (place >= 0) ? x : value;
       own.index = better & (place >= 0) ? place : own.index;
     });

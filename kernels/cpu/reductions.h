@@ -1,4 +1,5 @@
-// What a CPU's passes reduce: extremes of a point, and a plane's sums, moments and largest value, made in lanes, in double.
+// What a CPU's passes reduce: extremes of a point, and a plane's sums, moments and largest value, made in
+// lanes, in double.
 #pragma once
 #include "core/numerics.h"
 #include "load/extent.h"
@@ -6,8 +7,8 @@
 
 namespace load {
 
-// The largest (sign > 0) or smallest value and its place: the first among ties. NaN comes before all: the first with
-// `take`, as torch has it in reductions, the last with `take_last`, as in its pools.
+// The largest (sign > 0) or smallest value and its place: the first among ties. NaN comes before all: the
+// first with `take`, as torch has it in reductions, the last with `take_last`, as in its pools.
 template <int sign, class T> struct Extreme {
   T value{};
   math::Integer<T> index = math::Integer<T>{} - 1;
@@ -15,18 +16,19 @@ template <int sign, class T> struct Extreme {
   template <class Place, class... Inside> auto take(const T& x, const Place& place, const Inside&... inside) {
     return set(x, place, (x != x) & (value == value), inside...);
   }
-  template <class Place, class... Inside> auto take_last(const T& x, const Place& place, const Inside&... inside) {
+  template <class Place, class... Inside>
+  auto take_last(const T& x, const Place& place, const Inside&... inside) {
     return set(x, place, x != x, inside...);
   }
 
  private:
-  template <class Place, class Mask, class... Inside> auto set(const T& x, const Place& place, const Mask& is_nan, const Inside&... inside) {
+  template <class Place, class Mask, class... Inside>
+  auto set(const T& x, const Place& place, const Mask& is_nan, const Inside&... inside) {
     const auto better = (((index < 0) | (sign > 0 ? x > value : x < value) | is_nan) & ... & inside);
     value = better ? x : value;
     if constexpr (std::is_integral_v<Place>)
       index = better ? math::Integer<T>{} + math::Element<math::Integer<T>>(place) : index;
-    else
-      index = better ? place : index;
+    else index = better ? place : index;
     return better;
   }
 };
@@ -34,8 +36,12 @@ template <int sign, class T> struct Extreme {
 // The value alone.
 template <int sign, class T> struct ExtremeValue {
   T value = T{} - sign * std::numeric_limits<math::Element<T>>::infinity();
-  template <class Place, class... Inside> auto take(const T& x, const Place&, const Inside&... inside) { return set(x, inside...); }
-  template <class Place, class... Inside> auto take_last(const T& x, const Place&, const Inside&... inside) { return set(x, inside...); }
+  template <class Place, class... Inside> auto take(const T& x, const Place&, const Inside&... inside) {
+    return set(x, inside...);
+  }
+  template <class Place, class... Inside> auto take_last(const T& x, const Place&, const Inside&... inside) {
+    return set(x, inside...);
+  }
 
  private:
   template <class... Inside> auto set(const T& x, const Inside&... inside) {
@@ -54,20 +60,16 @@ template <class T> class Total {
   }
   T value() {
     flush();
-    if constexpr (std::is_arithmetic_v<T>)
-      return T(total_);
-    else
-      return __builtin_convertvector(total_, T);
+    if constexpr (std::is_arithmetic_v<T>) return T(total_);
+    else return __builtin_convertvector(total_, T);
   }
 
  private:
   static constexpr int kFew = 16;
   using Double = std::conditional_t<std::is_arithmetic_v<T>, double, Doubles>;
   void flush() {
-    if constexpr (std::is_arithmetic_v<T>)
-      total_ += few_;
-    else
-      total_ += __builtin_convertvector(few_, Doubles);
+    if constexpr (std::is_arithmetic_v<T>) total_ += few_;
+    else total_ += __builtin_convertvector(few_, Doubles);
     few_ = T{}, count_ = 0;
   }
   T few_{};
@@ -130,13 +132,18 @@ class Any {
   bool alone_ = false;
 };
 
-// The maximum of points, which come in ascending order, and, if asked for, its place, or that of torch's pools.
+// The maximum of points, which come in ascending order, and, if asked for, its place, or that of torch's
+// pools.
 enum class Asked { value, place, pool_place };
 template <Asked asked> class LargestOf {
  public:
   explicit LargestOf(const int& lanes) : lanes_(lanes) {}
-  template <class At> void add(const Lanes& x, const At& at) { of_lanes_.take(x, at.places(), count_up() < lanes_); }
-  template <class At> void add(real x, const At& at) { alone_.take(x, at.position, true); }  // of passes whose points are single positions
+  template <class At> void add(const Lanes& x, const At& at) {
+    of_lanes_.take(x, at.places(), count_up() < lanes_);
+  }
+  template <class At> void add(real x, const At& at) {
+    alone_.take(x, at.position, true);
+  }  // of passes whose points are single positions
   template <bool kPool> Largest<kPool> value() const {
     Largest<kPool> all{double(alone_.value), alone_.place};
     for (int j = 0; j < kLanes; j++) all.merge({double(of_lanes_.value[j]), of_lanes_.place[j]});

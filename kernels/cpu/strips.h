@@ -1,5 +1,6 @@
-// A convolution and a generated tail, a strip at a time: some rows of some planes of all channels of a sample. What a thread
-// convolves its passes find in its core's cache, and what a pass makes of a gradient is there for that of the filters.
+// A convolution and a generated tail, a strip at a time: some rows of some planes of all channels of a
+// sample. What a thread convolves its passes find in its core's cache, and what a pass makes of a gradient is
+// there for that of the filters.
 //
 // Stride 1, 3×3 filters in a plane, one group. Sums are made by strip, in an order that sizes alone fix.
 #pragma once
@@ -13,13 +14,15 @@ namespace load {
 
 using Filters = std::vector<winograd::Line>;
 
-// [row, row + rows) × [column, column + columns) of each of some planes of sample n's results: part `number` of them.
+// [row, row + rows) × [column, column + columns) of each of some planes of sample n's results: part `number`
+// of them.
 struct Strip {
   int64_t n, number, plane, planes, row, rows, column, columns;
 };
 
-// Results of D planes of H rows of W, in strips of at most so many planes, rows and columns; rows and columns are even, or
-// all. Several planes, or pools of them, have whole rows; pools in depth whole planes, unless they are one window in depth.
+// Results of D planes of H rows of W, in strips of at most so many planes, rows and columns; rows and columns
+// are even, or all. Several planes, or pools of them, have whole rows; pools in depth whole planes, unless
+// they are one window in depth.
 struct Division {
   int64_t D, H, W, planes, rows, columns;
   int64_t deep() const { return (D + planes - 1) / planes; }
@@ -44,8 +47,7 @@ struct Convolution {
   winograd::Sizes sizes;
   Filters filters;
   Convolution(const value_t* image, const value_t* weight, const winograd::Sizes& sizes)
-      : image(image), weight(weight), sizes(sizes),
-        filters(winograd::transformed(weight, sizes)) {}
+      : image(image), weight(weight), sizes(sizes), filters(winograd::transformed(weight, sizes)) {}
 };
 
 // One thread's: some planes' rows of all channels, by Winograd's products.
@@ -54,11 +56,13 @@ class Convolver {
   Convolver(const Convolution& of, int64_t planes)
       : of_(of), sizes_(of.sizes), planes_(std::min(planes, fitting())),
         stride_((planes_ + sizes_.depth - 1) * sizes_.C * winograd::kRow + winograd::kApart),
-        memory_((16 * stride_ + (kInRegisters ? 0 : 16 * kPlane)) * sizeof(accumulate_t) / sizeof(winograd::Line) + 1),
+        memory_((16 * stride_ + (kInRegisters ? 0 : 16 * kPlane)) * sizeof(accumulate_t) /
+                    sizeof(winograd::Line) +
+                1),
         tiles_(memory_[0].at) {}
 
-  // out[k·step + d·pitch + …] = channel k's rows of the strip's d-th plane. Where it isn't finite, direct sums say what is infinite,
-  // and what NaN.
+  // out[k·step + d·pitch + …] = channel k's rows of the strip's d-th plane. Where it isn't finite, direct
+  // sums say what is infinite, and what NaN.
   void operator()(value_t* out, int64_t step, int64_t pitch, Strip strip) {
     const int64_t end = strip.plane + strip.planes;
     for (; strip.plane < end; strip.plane += planes_, out += planes_ * pitch) {
@@ -87,14 +91,16 @@ class Convolver {
         for (int64_t c = 0; c < C; c++) read(tiles_ + (i * C + c) * kRow, c, strip, i, runs);
       for (int64_t d = 0; d < strip.planes; d++) {
         const accumulate_t* const of_plane = tiles_ + d * C * kRow;
-        if constexpr (kInRegisters) odd |= multiply_at_once(out + d * pitch, step, of_plane, strip.rows, runs);
+        if constexpr (kInRegisters)
+          odd |= multiply_at_once(out + d * pitch, step, of_plane, strip.rows, runs);
         else odd |= multiply_one_by_one(out + d * pitch, step, of_plane, strip.rows, runs);
       }
     }
     if (odd) sum_directly(out, step, pitch, strip);
   }
 
-  void read(accumulate_t* tiles, int64_t c, const Strip& strip, int64_t i, const std::vector<winograd::Run>& runs) const {
+  void read(accumulate_t* tiles, int64_t c, const Strip& strip, int64_t i,
+            const std::vector<winograd::Run>& runs) const {
     const int64_t d = strip.plane + i - sizes_.before, H = sizes_.H, W = sizes_.W;
     const bool inside = 0 <= d && d < sizes_.D;
     const value_t* const plane = of_.image + ((strip.n * sizes_.C + c) * sizes_.D + (inside ? d : 0)) * H * W;
@@ -106,8 +112,10 @@ class Convolver {
 
   using Runs = std::vector<winograd::Run>;
 
-  // All channels' results of a plane's tiles, `tiles`; returns whether any isn't finite. Those of a vector of tiles and some channels at once.
-  bool multiply_at_once(value_t* out, int64_t step, const accumulate_t* tiles, int64_t height, const Runs& runs) const {
+  // All channels' results of a plane's tiles, `tiles`; returns whether any isn't finite. Those of a vector of
+  // tiles and some channels at once.
+  bool multiply_at_once(value_t* out, int64_t step, const accumulate_t* tiles, int64_t height,
+                        const Runs& runs) const {
     using namespace winograd;
     const int64_t terms = sizes_.terms(), count = runs.back().at + runs.back().count;
     bool odd = false;
@@ -115,7 +123,8 @@ class Convolver {
       Lanes check{};  // NaN where anything isn't finite; behind the last tile there are others', too
       for (int64_t k = 0; k < sizes_.K; k += kAtOnce) {
         Outputs outputs;
-        const accumulate_t* const filters = of_.filters[0].at + k / kTogether * terms * kTogether + k % kTogether;
+        const accumulate_t* const filters =
+            of_.filters[0].at + k / kTogether * terms * kTogether + k % kTogether;
         outputs_of(outputs, filters, sizes_.K * terms, tiles + at, stride_, terms);
         for (const auto& row : outputs)
           for (const auto& columns : row)
@@ -127,13 +136,15 @@ class Convolver {
     return odd;
   }
 
-  // `count` of a row's 2·kLanes values, from `first` on, whose even and odd ones are apart: two vectors from either end, which may meet.
+  // `count` of a row's 2·kLanes values, from `first` on, whose even and odd ones are apart: two vectors from
+  // either end, which may meet.
   struct InRow {
     int count;
     Integers head, tail;
     InRow(int first, int count) : count(count) {
       const auto places = [](const Integers& at) { return at / 2 + at % 2 * kLanes; };
-      head = places(count_up() + first), tail = places(count_up() + first + (std::max(count, kLanes) - kLanes));
+      head = places(count_up() + first),
+      tail = places(count_up() + first + (std::max(count, kLanes) - kLanes));
     }
     void store(value_t* to, const Lanes& even, const Lanes& odd) const {
       if (count >= kLanes) {
@@ -146,13 +157,15 @@ class Convolver {
   };
 
   // Those of the chunk's tiles from `first` on.
-  void write(value_t* out, int64_t step, const winograd::Outputs& outputs, int64_t height, const Runs& runs, int64_t first) const {
+  void write(value_t* out, int64_t step, const winograd::Outputs& outputs, int64_t height, const Runs& runs,
+             int64_t first) const {
     using namespace winograd;
     const int64_t W = sizes_.width();
     for (const Run& run : runs) {
       const int64_t from = std::max(first, run.at), until = std::min(first + kLanes, run.at + run.count);
       if (from >= until) continue;
-      const int64_t column = 2 * (run.column + from - run.at), count = std::min(2 * (until - from), W - column);
+      const int64_t column = 2 * (run.column + from - run.at),
+                    count = std::min(2 * (until - from), W - column);
       const InRow in_row(2 * int(from - first), int(count));
       for (int i = 0; i < std::min<int64_t>(2, height - 2 * run.row); i++)
         for (int k = 0; k < kAtOnce; k++)
@@ -160,8 +173,10 @@ class Convolver {
     }
   }
 
-  // The same, of a chunk and some channels: their products wait in memory until those of all 16 elements are there.
-  bool multiply_one_by_one(value_t* out, int64_t step, const accumulate_t* tiles, int64_t height, const Runs& runs) const {
+  // The same, of a chunk and some channels: their products wait in memory until those of all 16 elements are
+  // there.
+  bool multiply_one_by_one(value_t* out, int64_t step, const accumulate_t* tiles, int64_t height,
+                           const Runs& runs) const {
     using namespace winograd;
     const int64_t K = sizes_.K, terms = sizes_.terms(), count = runs.back().at + runs.back().count;
     const int64_t width = (count + kLanes - 1) / kLanes * kLanes;
@@ -171,9 +186,11 @@ class Convolver {
       const int64_t outputs = std::min(kOutputs, K - k0);
       for (int64_t e = 0; e < 16; e++)
         for (int64_t k = 0; k < outputs; k += kTogether)
-          multiply({products + e * kPlane + k * kRow, kRow}, {of_.filters[0].at + (e * K + k0 + k) * terms, kTogether},
-                   {tiles + e * stride_, kRow}, width, terms);
-      for (int64_t k = 0; k < outputs; k++) odd |= write_one(out + (k0 + k) * step, products + k * kRow, height, runs);
+          multiply({products + e * kPlane + k * kRow, kRow},
+                   {of_.filters[0].at + (e * K + k0 + k) * terms, kTogether}, {tiles + e * stride_, kRow},
+                   width, terms);
+      for (int64_t k = 0; k < outputs; k++)
+        odd |= write_one(out + (k0 + k) * step, products + k * kRow, height, runs);
     }
     return odd;
   }
@@ -184,7 +201,8 @@ class Convolver {
     const int64_t W = sizes_.width(), all = 2 * (runs.back().at + runs.back().count);
     int odd = 0;
     for (const auto& row : rows)
-      for (int64_t j = 0; j < all; j++) odd |= !(std::abs(row[j]) <= std::numeric_limits<accumulate_t>::max());
+      for (int64_t j = 0; j < all; j++)
+        odd |= !(std::abs(row[j]) <= std::numeric_limits<accumulate_t>::max());
     for (const winograd::Run& run : runs)
       for (int64_t i = 0; i < std::min<int64_t>(2, height - 2 * run.row); i++) {
         const accumulate_t* const values = rows[i] + 2 * run.at;
@@ -206,7 +224,8 @@ class Convolver {
           const int64_t d = strip.plane + row / strip.rows + term % taps / 9 - sizes_.before;
           const int64_t h = strip.row + row % strip.rows + term % 9 / 3 - sizes_.above;
           if (d < 0 || d >= sizes_.D || h < 0 || h >= sizes_.H) continue;
-          const value_t* const pixels = of_.image + (((strip.n * sizes_.C + c) * sizes_.D + d) * sizes_.H + h) * W;
+          const value_t* const pixels =
+              of_.image + (((strip.n * sizes_.C + c) * sizes_.D + d) * sizes_.H + h) * W;
           const accumulate_t factor = accumulate_t(of_.weight[k * sizes_.C * taps + term]);
           const int64_t first = std::max<int64_t>(0, -left), last = std::min(width, W - left);
           for (int64_t w = first; w < last; w++) sums[w] += factor * accumulate_t(pixels[left + w]);
@@ -231,8 +250,8 @@ struct Convolved {
   const value_t* values;  // by position in the sample's channel; `shift` more from a segment to the next
   int64_t step, shift;
 
-  // A pass over the windows of a pool that begin in the strip, perhaps none: its sums are then zeros. Pool<1, 1, 1>: over its positions.
-  // may_stream: nobody reads its results here.
+  // A pass over the windows of a pool that begin in the strip, perhaps none: its sums are then zeros. Pool<1,
+  // 1, 1>: over its positions. may_stream: nobody reads its results here.
   template <class Pass, int KD, int KH, int KW>
   void planes(const Pass& pass, const Extent& extent, Pool<KD, KH, KW>, bool may_stream) const {
     const bool streams = may_stream && are_large(extent);
@@ -251,14 +270,17 @@ struct Convolved {
   }
 };
 
-// Convolves some samples to v, or where that is null nowhere, and calls passes(Convolved) in each strip's thread. kDeep: passes have windows of
-// several planes, which then lie as far apart as v's, rows that nobody asks for between them.
+// Convolves some samples to v, or where that is null nowhere, and calls passes(Convolved) in each strip's
+// thread. kDeep: passes have windows of several planes, which then lie as far apart as v's, rows that nobody
+// asks for between them.
 template <bool kDeep, class F>
-void convolved(const Convolution& of, value_t* v, const Division& division, const Samples& some, const F& passes) {
+void convolved(const Convolution& of, value_t* v, const Division& division, const Samples& some,
+               const F& passes) {
   const int64_t C = of.sizes.K, positions = division.D * division.H * division.W, parts = division.parts();
   host::parallel_for(some.count() * parts, 1, [&](int64_t begin, int64_t end) {
     Convolver convolve(of, division.planes);
-    const int64_t plane = division.H * division.W, size = division.planes * (kDeep ? plane : division.rows * division.W);
+    const int64_t plane = division.H * division.W,
+                  size = division.planes * (kDeep ? plane : division.rows * division.W);
     const std::unique_ptr<value_t[]> memory(v ? nullptr : new value_t[C * size + kBehind]);
     for (int64_t i = begin; i < end; i++) {
       const Strip strip = division.strip(some.first * parts + i);
@@ -279,12 +301,13 @@ inline void convolve(value_t* v, const Convolution& of, int64_t planes, int64_t 
   convolved<false>(of, v, division, {0, sizes.N}, [](const Convolved&) {});
 }
 
-// The pass that makes the gradient of the convolution's results, in its member dz, and that of the filters by Sums: summed up in
-// `shares`. dz or dweight may be null: nobody wants it. passes gets a 2 where dweight isn't finite.
+// The pass that makes the gradient of the convolution's results, in its member dz, and that of the filters by
+// Sums: summed up in `shares`. dz or dweight may be null: nobody wants it. passes gets a 2 where dweight
+// isn't finite.
 template <class Sums, class Pass>
-void differentiated(const Pass& pass, const Extent& extent, const Values& values, value_t* dz, value_t* dweight,
-                    const value_t* image, const winograd::Sizes& sizes, const Division& division, int64_t shares,
-                    uint8_t* passes) {
+void differentiated(const Pass& pass, const Extent& extent, const Values& values, value_t* dz,
+                    value_t* dweight, const value_t* image, const winograd::Sizes& sizes,
+                    const Division& division, int64_t shares, uint8_t* passes) {
   const int64_t C = sizes.K, positions = extent.positions(), all = sizes.N * division.parts();
   Sums sums(image, sizes, dweight ? shares : 0);
   host::parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
@@ -307,12 +330,12 @@ void differentiated(const Pass& pass, const Extent& extent, const Values& values
           for (int64_t c = k; c < std::min<int64_t>(k + kLanes, C); c++) {
             making.dz = to(c);
             const int64_t at = (strip.n * C + c) * division.parts() + strip.number;
-            Plane<walk_of<Pass>> plane(extent, values.sample(strip.n), values.step, strip.n, c, at, part, false);
+            Plane<walk_of<Pass>> plane(extent, values.sample(strip.n), values.step, strip.n, c, at, part,
+                                       false);
             making(plane);
           }
         };
-        if (dweight)
-          own.add(share, strip, make, to);
+        if (dweight) own.add(share, strip, make, to);
         else
           for (int64_t k = 0; k < C; k += kLanes) make(k);
       }
@@ -327,14 +350,16 @@ void differentiated(const Pass& pass, const Extent& extent, const Values& values
   if (odd) *passes |= 2;
 }
 
-// Where nothing passes the pass's sums are zeros; that its gradients are, too, the caller is told by `passes`.
+// Where nothing passes the pass's sums are zeros; that its gradients are, too, the caller is told by
+// `passes`.
 inline void nothing_passes(std::initializer_list<double*> sums, int64_t of_each) {
   for (double* each : sums) std::fill_n(each, of_each, 0.0);
 }
 
 }  // namespace load
 
-// ------------------------------------------------------------------------------------------------ gradients of filters
+// ------------------------------------------------------------------------------------------------ gradients
+// of filters
 
 namespace winograd {
 
@@ -349,18 +374,21 @@ class FilterSums {
   class Thread {
    public:
     explicit Thread(FilterSums& of)
-        : of_(of), memory_((Tiles::size(of.width_) + Tiles::size(kOutputs)) * sizeof(accumulate_t) / sizeof(Line)),
+        : of_(of),
+          memory_((Tiles::size(of.width_) + Tiles::size(kOutputs)) * sizeof(accumulate_t) / sizeof(Line)),
           inputs_{memory_[0].at, of.width_}, gradients_{inputs_.at + Tiles::size(of.width_), kOutputs} {}
 
-    // A strip of one plane, of at most kChunk tiles. make(k) makes the gradients of kLanes channels from k on, which are then
-    // at to(channel)[their place in all].
+    // A strip of one plane, of at most kChunk tiles. make(k) makes the gradients of kLanes channels from k
+    // on, which are then at to(channel)[their place in all].
     template <class Make, class To>
     void add(int64_t share, const load::Strip& strip, const Make& make, const To& to) {
       const Sizes& sizes = of_.sizes_;
-      const int64_t K = sizes.K, width = of_.width_, across = (strip.columns + 1) / 2, down = (strip.rows + 1) / 2;
+      const int64_t K = sizes.K, width = of_.width_, across = (strip.columns + 1) / 2,
+                    down = (strip.rows + 1) / 2;
       accumulate_t* const sum = of_.memory_[0].at + share * of_.share();
       std::vector<Run> runs;
-      for (int64_t i = 0; i < down; i++) runs.push_back({strip.row / 2 + i, strip.column / 2, across, i * across});
+      for (int64_t i = 0; i < down; i++)
+        runs.push_back({strip.row / 2 + i, strip.column / 2, across, i * across});
       for (int64_t c = 0; c < width; c += kLanes)
         for (const Run& run : runs)
           transform_pixels(inputs_, of_.x_ + strip.n * sizes.C * sizes.H * sizes.W, sizes, c, run);
@@ -378,8 +406,8 @@ class FilterSums {
         for (int64_t e = 0; e < 16; e++)
           for (int64_t k = 0; k < outputs; k += kTogether)
             multiply_block<accumulate_t, true>({sum + (e * K + k0 + k) * width, width},
-                                               {gradients_.element(e) + k, kOutputs}, {inputs_.element(e), width},
-                                               width, down * across);
+                                               {gradients_.element(e) + k, kOutputs},
+                                               {inputs_.element(e), width}, width, down * across);
       }
     }
     void end(int64_t) {}
@@ -441,7 +469,8 @@ class FilterSums {
 
    private:
     template <class To>
-    void add_rows(const load::Strip& strip, int64_t k, int64_t top, int64_t height, int64_t columns, const To& to) {
+    void add_rows(const load::Strip& strip, int64_t k, int64_t top, int64_t height, int64_t columns,
+                  const To& to) {
       const Sizes& sizes = of_.sizes_;
       const int64_t width = sizes.width();
       winograd::side_by_side(g_, height * columns, [&](int64_t lane, int64_t, accumulate_t* values) {
@@ -458,7 +487,8 @@ class FilterSums {
         const value_t* const pixels =
             of_.x_ + (((strip.n * sizes.C + c) * sizes.D + d) * sizes.H + top) * sizes.W + strip.column;
         accumulate_t* const sums = sums_ + k * of_.taps_ + term * kTaps * kLanes;
-        for (int64_t h = 0; h < height; h++) add_run(sums, g_[0] + h * columns, pixels + h * sizes.W, sizes.W, columns);
+        for (int64_t h = 0; h < height; h++)
+          add_run(sums, g_[0] + h * columns, pixels + h * sizes.W, sizes.W, columns);
       }
     }
     FilterSums& of_;

@@ -1,4 +1,5 @@
-// A convolution with 3×3 or depth×3×3 filters on the CPU, without bias or stride: Winograd's F(2×2, 3×3). From a tile d of 4×4 pixels and a filter g come 2×2 outputs
+// A convolution with 3×3 or depth×3×3 filters on the CPU, without bias or stride: Winograd's F(2×2,
+// 3×3). From a tile d of 4×4 pixels and a filter g come 2×2 outputs
 //   Aᵀ ((G g Gᵀ) ∘ (Bᵀ d B)) A,
 // where ∘, summed over channels in and depth, is 16 products of matrices: 2.25 times fewer multiplications
 // than in direct sums. A thread takes kChunk tiles from pixels to results, so that all it makes on the way
@@ -26,8 +27,9 @@ constexpr int kAcross = 2;
 #else
 constexpr int kAcross = 1;
 #endif
-// 1: the products of kAtOnce channels and of a column of tiles, four elements, stay in registers until they are results. Each sum then takes filters
-// of its own. Where those have to be loaded before they are multiplied, as on AVX2, that takes twice as long (benchmarks/NOTES.md), and they wait in memory.
+// 1: the products of kAtOnce channels and of a column of tiles, four elements, stay in registers until they
+// are results. Each sum then takes filters of its own. Where those have to be loaded before they are
+// multiplied, as on AVX2, that takes twice as long (benchmarks/NOTES.md), and they wait in memory.
 #ifndef WINOGRAD_IN_REGISTERS
 #ifdef __AVX512F__
 #define WINOGRAD_IN_REGISTERS 1
@@ -51,10 +53,13 @@ constexpr int64_t kOutputs = 32;           // channels out whose products wait f
 constexpr int64_t kTogether = 8;           // rows of products that are summed together
 constexpr int64_t kTerms = 32;             // of a sum, that are summed by themselves
 constexpr int64_t kRow = kChunk + kLanes;  // a row of tiles, and room for the last vector of a run
-constexpr int64_t kApart = sizeof(Line) / sizeof(accumulate_t);  // between elements, so that the rows of 16 do not fall into the same sets of a cache
+constexpr int64_t kApart =
+    sizeof(Line) /
+    sizeof(
+        accumulate_t);  // between elements, so that the rows of 16 do not fall into the same sets of a cache
 
-// x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1. So many
-// zeros lie around x: before, above and left of it, and as many on the other sides.
+// x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1.
+// So many zeros lie around x: before, above and left of it, and as many on the other sides.
 struct Sizes {
   int64_t N, C, K, D, H, W, depth, before = 0, above = 0, left = 0;
   int64_t terms() const { return C * depth; }  // of an output's sum
@@ -78,7 +83,8 @@ inline std::vector<Run> runs_of(int64_t first, int64_t count, int64_t across) {
   return runs;
 }
 
-// G g Gᵀ of all filters, (16, K / kTogether, depth, C, kTogether), in double precision but for the last rounding.
+// G g Gᵀ of all filters, (16, K / kTogether, depth, C, kTogether), in double precision but for the last
+// rounding.
 inline std::vector<Line> transformed(const value_t* weight, const Sizes& sizes) {
   constexpr int64_t block = kTogether;
   const int64_t terms = sizes.terms();
@@ -116,16 +122,18 @@ inline void times_b(accumulate_t* __restrict out0, accumulate_t* __restrict out1
 }
 
 // values[i] = row[left + i] for i below count; what lies outside the row's W is zero, up to `width`.
-inline void read_row(accumulate_t* values, const value_t* row, int64_t W, int64_t left, int64_t count, int64_t width) {
-  const int64_t first = std::clamp<int64_t>(-left, 0, count), last = std::clamp<int64_t>(W - left, first, count);
+inline void read_row(accumulate_t* values, const value_t* row, int64_t W, int64_t left, int64_t count,
+                     int64_t width) {
+  const int64_t first = std::clamp<int64_t>(-left, 0, count),
+                last = std::clamp<int64_t>(W - left, first, count);
   for (int64_t w = 0; w < first; w++) values[w] = 0;
   for (int64_t w = first; w < last; w++) values[w] = accumulate_t(row[left + w]);
   for (int64_t w = last; w < width; w++) values[w] = 0;
 }
 
-// Bᵀ d B of a run's tiles in one plane: element e of a tile to tiles[e·stride + its place]. Pixels outside the
-// plane are zero; the first tile's begin `above` and `left` of it. Whole vectors are written; what lies behind the run
-// belongs to the next one, which comes later, or to nobody.
+// Bᵀ d B of a run's tiles in one plane: element e of a tile to tiles[e·stride + its place]. Pixels outside
+// the plane are zero; the first tile's begin `above` and `left` of it. Whole vectors are written; what lies
+// behind the run belongs to the next one, which comes later, or to nobody.
 inline void transform_input(accumulate_t* tiles, int64_t stride, const value_t* plane, int64_t H, int64_t W,
                             const Run& run, int64_t above = 0, int64_t left = 0) {
   const int64_t count = (run.count + kLanes - 1) / kLanes * kLanes, width = 2 * count + kLanes;
@@ -210,9 +218,10 @@ inline void transform_output(accumulate_t (&rows)[2][2 * kChunk], const accumula
 // Of a vector of tiles: kAtOnce channels' two rows of results, whose even and odd columns are apart.
 using Outputs = Lanes[2][2][kAtOnce];
 
-// Sums of `terms` products for the four elements in a column of the tiles, filters and tiles `of_filters` and `of_tiles` apart.
-inline void sum_terms(Lanes (&sum)[4][kAtOnce], const accumulate_t* filters, int64_t of_filters, const accumulate_t* tiles,
-                      int64_t of_tiles, int64_t terms) {
+// Sums of `terms` products for the four elements in a column of the tiles, filters and tiles `of_filters` and
+// `of_tiles` apart.
+inline void sum_terms(Lanes (&sum)[4][kAtOnce], const accumulate_t* filters, int64_t of_filters,
+                      const accumulate_t* tiles, int64_t of_tiles, int64_t terms) {
   for (auto& row : sum)
     for (Lanes& each : row) each = Lanes{};
   for (int64_t r = 0; r < terms; r++)
@@ -224,11 +233,12 @@ inline void sum_terms(Lanes (&sum)[4][kAtOnce], const accumulate_t* filters, int
     }
 }
 
-// Aᵀ m A, where m is the sum over the terms of filters (16, …, terms, kTogether), elements `of_filters` apart, times tiles (16, …, terms,
-// kRow), `of_tiles` apart. Column by column, so that of m no more than a column is there at a time, in registers. Terms are summed in
-// blocks, and then the blocks: the error hardly grows with their number.
-inline void outputs_of(Outputs& outputs, const accumulate_t* filters, int64_t of_filters, const accumulate_t* tiles,
-                       int64_t of_tiles, int64_t terms) {
+// Aᵀ m A, where m is the sum over the terms of filters (16, …, terms, kTogether), elements `of_filters`
+// apart, times tiles (16, …, terms, kRow), `of_tiles` apart. Column by column, so that of m no more than a
+// column is there at a time, in registers. Terms are summed in blocks, and then the blocks: the error hardly
+// grows with their number.
+inline void outputs_of(Outputs& outputs, const accumulate_t* filters, int64_t of_filters,
+                       const accumulate_t* tiles, int64_t of_tiles, int64_t terms) {
   Lanes half[4][2][kAtOnce];
   for (int column = 0; column < 4; column++) {
     const accumulate_t *const f = filters + column * of_filters, *const t = tiles + column * of_tiles;
@@ -236,7 +246,8 @@ inline void outputs_of(Outputs& outputs, const accumulate_t* filters, int64_t of
     sum_terms(m, f, 4 * of_filters, t, 4 * of_tiles, std::min(kTerms, terms));
     for (int64_t r = kTerms; r < terms; r += kTerms) {
       Lanes block[4][kAtOnce];
-      sum_terms(block, f + r * kTogether, 4 * of_filters, t + r * kRow, 4 * of_tiles, std::min(kTerms, terms - r));
+      sum_terms(block, f + r * kTogether, 4 * of_filters, t + r * kRow, 4 * of_tiles,
+                std::min(kTerms, terms - r));
       for (int i = 0; i < 4; i++)
         for (int k = 0; k < kAtOnce; k++) m[i][k] += block[i][k];
     }

@@ -142,8 +142,7 @@ inline void merge_parts(value_t* dweight, const accumulate_t* sums, const Sizes&
           times_g(columns[j], m[j * width], m[(4 + j) * width], m[(8 + j) * width], m[(12 + j) * width]);
         for (int64_t i = 0; i < 3; i++) {
           times_g(row, columns[0][i], columns[1][i], columns[2][i], columns[3][i]);
-          for (int64_t j = 0; j < 3; j++)
-            dweight[((k * sizes.C + c) * 3 + i) * 3 + j] = value_t(row[j]);
+          for (int64_t j = 0; j < 3; j++) dweight[((k * sizes.C + c) * 3 + i) * 3 + j] = value_t(row[j]);
         }
       }
     }

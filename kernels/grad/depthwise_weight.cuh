@@ -1,11 +1,12 @@
-// The gradient of a depthwise convolution's filters, of images channels last (conv/depthwise.cuh): dz (N, rows, columns, C) and
-// x (N, H, W, C) to dw (C, rows, columns).
+// The gradient of a depthwise convolution's filters, of images channels last (conv/depthwise.cuh): dz (N,
+// rows, columns, C) and x (N, H, W, C) to dw (C, rows, columns).
 //
-// A block goes over tiles of dz, with what of x they meet, in shared memory. A thread has neighbouring channels and one row of taps, and sums over
-// strips in float32. A block adds its threads' sums, and a second kernel those of all blocks, in double: in a fixed order, so that each call gives
-// the same bits.
+// A block goes over tiles of dz, with what of x they meet, in shared memory. A thread has neighbouring
+// channels and one row of taps, and sums over strips in float32. A block adds its threads' sums, and a second
+// kernel those of all blocks, in double: in a fixed order, so that each call gives the same bits.
 //
-// Bytes at (32, 192, 56, 56), 3×3, float32: 154 MB read: 51 µs at 3 TB/s; 0.5 MB of sums. Shared memory: 7.5 reads of 16 bytes a pack of dz, 20 µs.
+// Bytes at (32, 192, 56, 56), 3×3, float32: 154 MB read: 51 µs at 3 TB/s; 0.5 MB of sums. Shared memory: 7.5
+// reads of 16 bytes a pack of dz, 20 µs.
 #pragma once
 #include "conv/depthwise.cuh"
 #include "host/tensor.h"
@@ -14,16 +15,19 @@ namespace grad::depthwise {
 
 using namespace conv::depthwise;
 
-constexpr int kPitch = kMostThreads + 8;  // of all threads' sums of a number: four lanes' four channels are in 16 banks
+constexpr int kPitch =
+    kMostThreads + 8;  // of all threads' sums of a number: four lanes' four channels are in 16 banks
 
 // partial (chunks, taps, C), of `share` tiles each.
 template <class Filter, class T>
 __global__ void __launch_bounds__(kMostThreads, Filter::kBlocks)
-depthwise_weight_kernel(float* partial, const T* dz, const T* x, const Image image, const Tiles tiles, unsigned share) {
+    depthwise_weight_kernel(float* partial, const T* dz, const T* x, const Image image, const Tiles tiles,
+                            unsigned share) {
   await_previous_kernel();
   using OfRows = Rows<Filter, false>;
   using OfColumns = Columns<Filter, false>;
-  constexpr int kWidth = Filter::kWidth, kStrip = Filter::kStrip, kStrips = kMostThreads / kLanes<T> / Filter::kHeight;  // at a time
+  constexpr int kWidth = Filter::kWidth, kStrip = Filter::kStrip,
+                kStrips = kMostThreads / kLanes<T> / Filter::kHeight;  // at a time
   extern __shared__ __align__(16) uint8_t memory[];
   const T* const tile = reinterpret_cast<const T*>(memory);
   const T* const gradients = reinterpret_cast<const T*>(memory + tiles.bytes);
@@ -38,9 +42,10 @@ depthwise_weight_kernel(float* partial, const T* dz, const T* x, const Image ima
     const Place at(tiles, index, kStrip);
     const int begin = OfColumns::first(at.column, image.left), line = OfRows::first(at.row, image.above);
     __syncthreads();  // the tile before has been read
-    Copier<T>{x + image.x(at.n) + first, image.C, image.H, image.W, channels}.copy(memory, line, begin, tiles.lines, tiles.columns);
-    Copier<T>{dz + image.v(at.n) + first, image.C, image.rows, image.columns, channels}
-        .copy(memory + tiles.bytes, at.row, at.column, tiles.rows, columns);
+    Copier<T>{x + image.x(at.n) + first, image.C, image.H, image.W, channels}.copy(
+        memory, line, begin, tiles.lines, tiles.columns);
+    Copier<T>{dz + image.v(at.n) + first, image.C, image.rows, image.columns, channels}.copy(
+        memory + tiles.bytes, at.row, at.column, tiles.rows, columns);
     tensor_core::commit_copies();
     tensor_core::await_copies<0>();
     __syncthreads();  // all is there
@@ -49,7 +54,8 @@ depthwise_weight_kernel(float* partial, const T* dz, const T* x, const Image ima
     for (int item = own / Filter::kHeight; item < tiles.items(); item += kStrips) {
       const int strip = item % tiles.strips, row = item / tiles.strips, met = OfRows::operand(row, k);
       if (at.row + row >= image.rows || unsigned(line + met) >= unsigned(image.H)) continue;
-      const int own_begin = strip * OfColumns::apart(kStrip), count = image.columns - at.column - strip * kStrip;
+      const int own_begin = strip * OfColumns::apart(kStrip),
+                count = image.columns - at.column - strip * kStrip;
       const T* const from = tile + (met * tiles.columns + own_begin) * kSlice<T> + channel;
       const T* const own_gradients = gradients + (row * columns + strip * kStrip) * kSlice<T> + channel;
       const auto strip_of = [&](auto inside) {
@@ -65,11 +71,13 @@ depthwise_weight_kernel(float* partial, const T* dz, const T* x, const Image ima
           each_meeting<OfColumns, Filter>(j, [&](int i, int tap) {
             if (!kInside && i >= count) return;
 #pragma unroll
-            for (int c = 0; c < kPack; c++) sums[tap][c] = fmaf(float(read.at[c]), float(dv[i].at[c]), sums[tap][c]);
+            for (int c = 0; c < kPack; c++)
+              sums[tap][c] = fmaf(float(read.at[c]), float(dv[i].at[c]), sums[tap][c]);
           });
         }
       };
-      if (begin + own_begin >= 0 && begin + own_begin + OfColumns::met(kStrip) <= image.W && count >= kStrip) strip_of(std::true_type());
+      if (begin + own_begin >= 0 && begin + own_begin + OfColumns::met(kStrip) <= image.W && count >= kStrip)
+        strip_of(std::true_type());
       else strip_of(std::false_type());
     }
   }
@@ -82,7 +90,8 @@ depthwise_weight_kernel(float* partial, const T* dz, const T* x, const Image ima
   for (int i = threadIdx.x; i < kSlice<T> * Filter::kTaps; i += kMostThreads) {
     const int c = i % kSlice<T>, tap = i / kSlice<T>;
     if (c >= channels) continue;
-    const float* const from = shared + (tap % kWidth * kPack + c % kPack) * kPitch + tap / kWidth * kLanes<T> + c / kPack;
+    const float* const from =
+        shared + (tap % kWidth * kPack + c % kPack) * kPitch + tap / kWidth * kLanes<T> + c / kPack;
     float sum = 0;
     for (int j = 0; j < kStrips; j++) sum += from[j * Filter::kHeight * kLanes<T>];
     partial[(int64_t(chunk) * Filter::kTaps + tap) * image.C + first + c] = sum;
@@ -91,9 +100,11 @@ depthwise_weight_kernel(float* partial, const T* dz, const T* x, const Image ima
 
 constexpr int kSumThreads = 512, kSumWarps = kSumThreads / 32;
 
-// dw (C, taps) of partial (chunks, taps, C). A block has 32 neighbours of the latter, a warp every kSumWarps-th chunk.
+// dw (C, taps) of partial (chunks, taps, C). A block has 32 neighbours of the latter, a warp every
+// kSumWarps-th chunk.
 template <class T>
-__global__ void __launch_bounds__(kSumThreads) depthwise_sums_kernel(T* dw, const float* partial, unsigned chunks, int taps, int C) {
+__global__ void __launch_bounds__(kSumThreads)
+    depthwise_sums_kernel(T* dw, const float* partial, unsigned chunks, int taps, int C) {
   await_previous_kernel();
   __shared__ double shared[kSumWarps * 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -110,17 +121,23 @@ __global__ void __launch_bounds__(kSumThreads) depthwise_sums_kernel(T* dw, cons
   dw[own % C * taps + own / C] = T(float(sum));
 }
 
-template <class Filter, class T> void weight_gradient(T* dw, const T* dz, const T* x, const Image& image, cudaStream_t stream) {
-  const Tiles tiles = Tiles::of<Filter, false>(image.N, image.rows, image.columns, slices_of<T>(image.C), true);
-  const unsigned most = unsigned(std::max(device_attribute(cudaDevAttrMultiProcessorCount) * Filter::kBlocks / tiles.slices, 1));
+template <class Filter, class T>
+void weight_gradient(T* dw, const T* dz, const T* x, const Image& image, cudaStream_t stream) {
+  const Tiles tiles =
+      Tiles::of<Filter, false>(image.N, image.rows, image.columns, slices_of<T>(image.C), true);
+  const unsigned most = unsigned(
+      std::max(device_attribute(cudaDevAttrMultiProcessorCount) * Filter::kBlocks / tiles.slices, 1));
   const unsigned share = (tiles.count + most - 1) / most, chunks = (tiles.count + share - 1) / share;
   const int64_t count = int64_t(Filter::kTaps) * image.C;
   const Scratch<float> partial(chunks * count, stream);
   allow_shared<depthwise_weight_kernel<Filter, T>>();
-  const int gradients = tiles.items() * Filter::kStrip * kSliceBytes, sums = Filter::kWidth * kPack * kPitch * int(sizeof(float));
-  launch_early_with(depthwise_weight_kernel<Filter, T>, int64_t(chunks) * tiles.slices, kMostThreads, std::max(tiles.bytes + gradients, sums),
-                    stream, partial.data, dz, x, image, tiles, share);
-  launch_early(depthwise_sums_kernel<T>, (count + 31) / 32, kSumThreads, stream, dw, partial.data, chunks, Filter::kTaps, image.C);
+  const int gradients = tiles.items() * Filter::kStrip * kSliceBytes,
+            sums = Filter::kWidth * kPack * kPitch * int(sizeof(float));
+  launch_early_with(depthwise_weight_kernel<Filter, T>, int64_t(chunks) * tiles.slices, kMostThreads,
+                    std::max(tiles.bytes + gradients, sums), stream, partial.data, dz, x, image, tiles,
+                    share);
+  launch_early(depthwise_sums_kernel<T>, (count + 31) / 32, kSumThreads, stream, dw, partial.data, chunks,
+               Filter::kTaps, image.C);
 }
 
 }  // namespace grad::depthwise

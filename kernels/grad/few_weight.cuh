@@ -39,10 +39,10 @@ HOST_DEVICE constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * pow
 // The least that is 16 more than a multiple of 32.
 HOST_DEVICE constexpr int pitch_from(int words) { return ceil_div(words - 16, 32) * 32 + 16; }
 
-constexpr int kDepth = 16;         // pixels of a line whose products are computed at once: a unit
+constexpr int kDepth = 16;  // pixels of a line whose products are computed at once: a unit
 constexpr int kFewestStages = 3, kMostStages = 6;
 constexpr int kCopyingRegisters = 88, kMultiplyingRegisters = 208;  // of 168 that each thread has at first
-constexpr int kCopying = 128;      // threads of a block that copy and convert, behind those that multiply
+constexpr int kCopying = 128;  // threads of a block that copy and convert, behind those that multiply
 
 // kAligned: at multiples of how many elements, 1, 2 or 4, rows of g begin. kRow_: how many pixels a line of a
 // slab has at most, a power of two.
@@ -77,7 +77,7 @@ struct Tile {
   static constexpr int kAllGroups = ceil_div(kItems, kMostItems);
   static constexpr int kColumnGroups = std::min(kWarps / kRowGroups, power_of_two_from(kAllGroups));
   static constexpr int kColumnBlocks = ceil_div(kAllGroups, kColumnGroups);
-  static constexpr int kGroupItems = ceil_div(kItems, kColumnBlocks * kColumnGroups);
+  static constexpr int kGroupItems = ceil_div(kItems, kColumnBlocks* kColumnGroups);
   static constexpr int kDepthGroups = kWarps / kRowGroups / kColumnGroups;
   static constexpr int kPaddedOut = kRowBlocks * kBlockRows;
   static constexpr int kPaddedColumns = kColumnBlocks * kColumnGroups * kGroupItems * kChunk * 8;
@@ -99,7 +99,7 @@ struct Tile {
     static constexpr int kStages = std::min(kMostStages, (kSharedLimit - kWordBytes - kRing) / kStage);
     static constexpr int kSharedBytes = kWordBytes + kRing + kStages * kStage;
   };
-  static constexpr int kFewest = kDims == 3 ? 64 : std::max(64, kDepth * kDepthGroups);  // pixels
+  static constexpr int kFewest = kDims == 3 ? 64 : std::max(64, kDepth* kDepthGroups);  // pixels
   template <int kPixels> static constexpr auto slab() {
     if constexpr (kPixels <= kFewest || Slab<kPixels>::kStages >= kFewestStages) return Slab<kPixels>();
     else return slab<kPixels / 2>();
@@ -117,7 +117,9 @@ struct Tile {
 };
 
 // Of x or of g: planes along the walk, lines of each, pixels of a line.
-struct Extents { int across, lines, pixels; };
+struct Extents {
+  int across, lines, pixels;
+};
 
 #if __CUDA_ARCH__ >= 800
 
@@ -468,7 +470,7 @@ template <class T> struct Loop {
 // blocks of channels out and of columns.
 template <class T>
 __global__ void __launch_bounds__(kThreads + kCopying, 1)
-few_weight_kernel(float* partial, const float* g, const float* x, int64_t N, Extents in, Extents out) {
+    few_weight_kernel(float* partial, const float* g, const float* x, int64_t N, Extents in, Extents out) {
 #if __CUDA_ARCH__ >= 800
   const int of_lines = ceil_div(out.lines, T::kLines), of_row = ceil_div(out.pixels, T::kRow);
   const int64_t count = N * of_lines * of_row * out.across;
@@ -485,7 +487,7 @@ few_weight_kernel(float* partial, const float* g, const float* x, int64_t N, Ext
 constexpr int kMerged = 8;
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-merge_few_kernel(float* dweight, const float* partial, int64_t parts) {
+    merge_few_kernel(float* dweight, const float* partial, int64_t parts) {
   constexpr int kOthers = kThreads / kMerged;
   __shared__ double of_threads[kOthers][kMerged];
   const int own = threadIdx.x % kMerged, first = threadIdx.x / kMerged, i = int(blockIdx.x) * kMerged + own;

@@ -24,7 +24,10 @@ using store::kStrip;
 constexpr int kLanePixels = kStrip / 32;  // of a strip
 
 // A strip of a row of one sample's pixels.
-struct StripPlace { int64_t n; int row, column; };
+struct StripPlace {
+  int64_t n;
+  int row, column;
+};
 
 // The strips of so many samples of height × width pixels, counted along a row first.
 struct Strips {
@@ -45,8 +48,8 @@ struct Strips {
 // A warp's 8 channels of a strip, from channel group·8 of kChannels on, where the strip's first pixel lies at
 // `from`. What has no channel or is none of `pixels` stays as it is.
 template <int kChannels, class T>
-__device__ __forceinline__ void load_strip(
-    T (&values)[kLanePixels][8], const T* from, int group, int64_t plane_size, int pixels) {
+__device__ __forceinline__ void load_strip(T (&values)[kLanePixels][8], const T* from, int group,
+                                           int64_t plane_size, int pixels) {
   const int lane = threadIdx.x % 32;
   from += lane;
 #pragma unroll
@@ -70,8 +73,8 @@ template <int kCount = 1, class T> __device__ __forceinline__ void copy_raw(T* t
 // Likewise load_strip, to [channel][pixel], kPixels at a time: `from`, plane_size and `pixels` are multiples
 // of so many. A lane copies others' pixels, too.
 template <int kChannels, int kPixels = 1, class T, int kPitch>
-__device__ __forceinline__ void copy_strip(
-    T (&to)[8][kPitch], const T* from, int group, int64_t plane_size, int pixels) {
+__device__ __forceinline__ void copy_strip(T (&to)[8][kPitch], const T* from, int group, int64_t plane_size,
+                                           int pixels) {
   constexpr int kLanes = kStrip / kPixels < 32 ? kStrip / kPixels : 32;  // side by side in a row
   const int lane = threadIdx.x % 32, own = lane / kLanes, first = lane % kLanes * kPixels;
   from += first;
@@ -97,8 +100,8 @@ template <int kChannels> struct MaskedStrip {
   }
 
   // From where a channel group of a strip lies in dy and in the masks. `pixels` of it exist.
-  __device__ __forceinline__ void load(
-      const output_t* from, const uint32_t* words, int group, int64_t plane_size, int pixels) {
+  __device__ __forceinline__ void load(const output_t* from, const uint32_t* words, int group,
+                                       int64_t plane_size, int pixels) {
     const int lane = threadIdx.x % 32;
     load_strip<kChannels>(dy, from, group, plane_size, pixels);
     if (kChannels % 64 == 0 || group * 8 + lane / 4 < kChannels) word = words[lane];
@@ -112,8 +115,8 @@ template <int kChannels> struct MaskedStrip {
                                        const StripPlace& at, const Strips& strips, int group) {
     const int64_t words =
         store::mask_index(at.n, group * 8, at.row, at.column, strips.height, strips.width, kChannels);
-    load(all_dy + index(at, strips, group), all_words + words, group,
-         int64_t(strips.height) * strips.width, strips.width - at.column);
+    load(all_dy + index(at, strips, group), all_words + words, group, int64_t(strips.height) * strips.width,
+         strips.width - at.column);
   }
 
   // Calls use(pixel of the lane, channel, the tail's Gradient) for each element, channel by channel; g is 0

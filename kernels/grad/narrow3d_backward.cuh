@@ -28,9 +28,7 @@ struct BackwardPlan {
   int multiprocessors, input_room;                      // input_room: as in InputTiling
   template <class S>
   BackwardPlan(const Convolution<S>& c, bool dx, int64_t dv_bytes)
-      : N(c.N),
-        jobs_of_sample(int64_t(c.slots()) * kJobsPerTile<S>),
-        jobs(N * jobs_of_sample),
+      : N(c.N), jobs_of_sample(int64_t(c.slots()) * kJobsPerTile<S>), jobs(N * jobs_of_sample),
         multiprocessors(device_attribute(cudaDevAttrMultiProcessorCount)),
         input_room(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kBackwardShared) {
     const int64_t of_sample = DvLayout(c).of_job(c) * jobs_of_sample;
@@ -43,18 +41,14 @@ struct BackwardPlan {
 
 // What all kinds of it need while they run. By job: `partial`, the weight's gradient of 16 channels, and
 // `most`, the largest |dv| by channel.
-template <class S>
-struct BackwardScratch {
+template <class S> struct BackwardScratch {
   const BackwardPlan plan;
   const Scratch<float4> dv;
   const Scratch<NormGradient> coefficients;  // (N, kOut)
   const Scratch<float> partial, most;
   BackwardScratch(const Convolution<S>& c, bool dx, int64_t dv_bytes, cudaStream_t stream)
-      : plan(c, dx, dv_bytes),
-        dv(plan.dv_values, stream),
-        coefficients(c.N * S::kOut, stream),
-        partial(plan.jobs * kFilters<S>, stream),
-        most(plan.jobs * 16, stream) {}
+      : plan(c, dx, dv_bytes), dv(plan.dv_values, stream), coefficients(c.N * S::kOut, stream),
+        partial(plan.jobs * kFilters<S>, stream), most(plan.jobs * 16, stream) {}
 };
 
 // dx and d_weight, where they have elements, and the parameters' gradients. by_sample and d_level as in

@@ -20,8 +20,7 @@ namespace grad::narrow3d::group_norm {
 using namespace norms::narrow3d;
 
 // dz of each element, by the tail, from y's gradient dy.
-template <class S, class T, class Tail>
-struct Problem {
+template <class S, class T, class Tail> struct Problem {
   const NormGradient* coefficients;
   const Affine* affines;
   const float* flags;  // (N)
@@ -36,7 +35,7 @@ struct Problem {
     const uint64_t seed;
     const int64_t channel, first;  // elements: of a channel, and before the tile's in this lane's first one
     const int plane_size;
-    const bool pairs;  // do two neighbouring positions, from an even one on, lie at aligned places?
+    const bool pairs;         // do two neighbouring positions, from an even one on, lie at aligned places?
     uint2 dy[2][kFragments];  // of a channel and fragment, a pair's
 
     // What the sums were in y's place before the tail, where it compared them.
@@ -109,15 +108,13 @@ struct Sums {
   float dz, product, centred, most;
 };
 
-template <class S>
-struct SumsStorage {
+template <class S> struct SumsStorage {
   uint4 weights[S::kWeightWords / 2][32];
   Sums sums[kBlockWarps][16];
   MainloopStorage<S> mainloop;
 };
 
-template <class S, class Selected>
-struct SumsWarp : SelectedWarp<Selected> {
+template <class S, class Selected> struct SumsWarp : SelectedWarp<Selected> {
   using Base = SelectedWarp<Selected>;
   using Base::selected;
   SumsStorage<S>& storage;
@@ -182,9 +179,9 @@ __global__ void __launch_bounds__(kBlock, 1)
   }
 }
 
-// coefficients (N, kOut); any (N), zeros before: is any of a sample's not zero? Where slopes are zero elements
-// may tie, and still no gradient gets through. And the parameters' gradients by sample, gradients (3, N,
-// kOut): of conv_bias, weight, bias. A thread per (sample, group).
+// coefficients (N, kOut); any (N), zeros before: is any of a sample's not zero? Where slopes are zero
+// elements may tie, and still no gradient gets through. And the parameters' gradients by sample, gradients
+// (3, N, kOut): of conv_bias, weight, bias. A thread per (sample, group).
 template <class S, class Problem>
 __global__ void coefficients_kernel(NormGradient* coefficients, float* any, float* gradients,
                                     const Sums* sums, Problem problem, const float* weight, int64_t N,
@@ -218,8 +215,8 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* any, floa
     const Total own = active ? total_of(channel) : Total();
     const double rstd = affine.rstd, constant = -rstd * gradient / count;
     const double linear = -rstd * rstd * rstd * product / count;
-    coefficients[at] = norm_gradient(affine.slope, constant, linear, affine.offset, own.most,
-                                     sqrt(count) / rstd);
+    coefficients[at] =
+        norm_gradient(affine.slope, constant, linear, affine.offset, own.most, sqrt(count) / rstd);
     if (active && !(affine.slope == 0 && constant == 0 && linear == 0)) any[n] = 1;
     gradients[at] =
         active ? float(weight[channel] * rstd * own.dz + size * constant + linear * own.centred) : 0.f;

@@ -16,16 +16,14 @@
 namespace grad::narrow3d {
 
 // A warp's sums, of kStrip rows and 8 columns.
-template <class S>
-struct InputStrip {
+template <class S> struct InputStrip {
   const InputBlock<S>& block;
   const bool idle;
   const int strip_row, column;  // of the tile
   float total[kInputTiles<S>][kStrip<S>][4] = {};
 
   __device__ explicit InputStrip(const InputBlock<S>& block)
-      : block(block),
-        idle(int(threadIdx.x / 32) >= block.tiling.rows / kStrip<S> * block.tiling.strips),
+      : block(block), idle(int(threadIdx.x / 32) >= block.tiling.rows / kStrip<S> * block.tiling.strips),
         strip_row(int(threadIdx.x / 32) / block.tiling.strips * kStrip<S>),
         column(int(threadIdx.x / 32) % block.tiling.strips * 8) {}
 
@@ -38,8 +36,7 @@ struct InputStrip {
 
   // Adds the products of a plane of dv, 16 channels in `stage`, and of taps: of the column `tap`, and of a
   // group of rows.
-  template <int kTile>
-  __device__ __forceinline__ void add(const char* stage, int turn, int tap, int group) {
+  template <int kTile> __device__ __forceinline__ void add(const char* stage, int turn, int tap, int group) {
     const int lane = threadIdx.x % 32;
     const int first_tap = min(group * kRowTaps<S>, S::kHeight - kRowTaps<S>);
     const auto counted = [&](int u) {  // the last groups may overlap
@@ -60,7 +57,7 @@ struct InputStrip {
     const uint32_t place = InputBlock<S>::place(position) ^ lane / 8 * 16;
     const uint32_t at = shared_address(stage) + first * of_row + place;
     constexpr int kRows = kRowTaps<S> + 1;  // of dv in registers: those that reach a row of dx, and the next
-    uint32_t b[kRows][4];                // two words of highs, two of lows
+    uint32_t b[kRows][4];                   // two words of highs, two of lows
 #pragma unroll
     for (int row = 0; row < kRowTaps<S>; row++) load_matrices(b[row], at + row * of_row);
 #pragma unroll
@@ -127,10 +124,8 @@ struct InputStrip {
           own[0] = own[1] = 0;
           if (vectors && k < rows) {
             void* const two = to + k * c.W;
-            if constexpr (S::kSplit)
-              *static_cast<float2*>(two) = make_float2(values[0], values[1]);
-            else
-              *static_cast<uint32_t*>(two) = pack<typename S::value_t>(values[0], values[1]);
+            if constexpr (S::kSplit) *static_cast<float2*>(two) = make_float2(values[0], values[1]);
+            else *static_cast<uint32_t*>(two) = pack<typename S::value_t>(values[0], values[1]);
           }
           if (!vectors && k < rows && columns >= 1) to[k * c.W] = typename S::value_t(values[0]);
           if (!vectors && k < rows && columns >= 2) to[k * c.W + 1] = typename S::value_t(values[1]);
@@ -178,10 +173,8 @@ __global__ void __launch_bounds__(kInputBlock, 1)
   constexpr int kGroups = S::kOut / 16;  // of channels out, a step each
   const int steps = (tile.dv_end_plane - tile.dv_plane) * kGroups;
   const auto set_off = [&](int step) {
-    if (step < steps)
-      next.begin(dv, tile.dv_plane + step / kGroups, step % kGroups * 16, block.stage(step));
-    else
-      next.end();
+    if (step < steps) next.begin(dv, tile.dv_plane + step / kGroups, step % kGroups * 16, block.stage(step));
+    else next.end();
     next.load();
   };
   set_off(0);

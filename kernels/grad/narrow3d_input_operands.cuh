@@ -11,22 +11,16 @@ namespace grad::narrow3d {
 
 constexpr int kInputBlock = 512, kInputWarps = kInputBlock / 32;
 // Rows g and g + 8 of a product are a pair of channels in; of a plane, and of all.
-template <class S>
-constexpr int kPlanePairs = (S::kIn + 1) / 2;
-template <class S>
-constexpr int kPairs = S::kDepth * kPlanePairs<S>;
-template <class S>
-constexpr int kInputTiles = (kPairs<S> + 7) / 8;  // 16 rows each
-template <class S>
-constexpr int kStrip = kInputTiles<S> < 8 ? 8 / kInputTiles<S> : 1;  // rows of dx
+template <class S> constexpr int kPlanePairs = (S::kIn + 1) / 2;
+template <class S> constexpr int kPairs = S::kDepth * kPlanePairs<S>;
+template <class S> constexpr int kInputTiles = (kPairs<S> + 7) / 8;                     // 16 rows each
+template <class S> constexpr int kStrip = kInputTiles<S> < 8 ? 8 / kInputTiles<S> : 1;  // rows of dx
 // Taps along a column, whose weights are in registers at a time.
-template <class S>
-constexpr int kRowGroups = (S::kHeight + 2) / 3;
-template <class S>
-constexpr int kRowTaps = (S::kHeight + kRowGroups<S> - 1) / kRowGroups<S>;
+template <class S> constexpr int kRowGroups = (S::kHeight + 2) / 3;
+template <class S> constexpr int kRowTaps = (S::kHeight + kRowGroups<S> - 1) / kRowGroups<S>;
 template <class S>
 constexpr int kPasses = S::kWidth * kRowGroups<S>;  // through a strip; a pass has a column of the taps
-constexpr int kLoads = 3;                     // fragments of dv on their way to a warp during a pass
+constexpr int kLoads = 3;                           // fragments of dv on their way to a warp during a pass
 
 // Eight positions of dv in scratch, and where in a stage they go, in bytes; negative: nowhere.
 struct alignas(8) InputFragment {
@@ -37,8 +31,7 @@ struct alignas(8) InputFragment {
 // How blocks share out dx: `rows`, `columns` and `planes` each, in strips of 8 columns, a warp's. Of a plane
 // of dv, `stage_rows` rows of `pitch` positions are in shared memory, all that reach the block's; zeros where
 // dv has none.
-template <class S>
-struct InputTiling {
+template <class S> struct InputTiling {
   int rows, columns, planes, row_blocks, column_blocks, chunks, strips, pitch, stage_rows, fragments;
   // Whole rows where there is `room`, bytes of dynamic shared memory, and as many as they can be, a strip per
   // warp. Python has seen to it that there is room for one strip.
@@ -89,16 +82,14 @@ struct InputTile {
   }
 };
 
-template <class S>
-struct InputStorage {
+template <class S> struct InputStorage {
   InputTile tile;
   float largest[kInputWarps][S::kIn];
   float weight_scale[S::kIn], weight_unit[S::kIn];  // and 1 over it
 };
 
 // What a thread knows of its block.
-template <class S>
-struct InputBlock {
+template <class S> struct InputBlock {
   const Convolution<S>& c;
   const InputTiling<S>& tiling;
   const InputTile& tile;
@@ -233,8 +224,7 @@ struct InputBlock {
 };
 
 // Fragments of a plane of dv and 16 channels on their way to a stage: those of one warp at a time.
-template <class S>
-struct InputStage {
+template <class S> struct InputStage {
   const InputBlock<S>& block;
   const float4* from;
   char* stage;
@@ -272,8 +262,7 @@ struct InputStage {
 #pragma unroll
     for (int k = 0; k < kLoads; k++) {
       if (next + k * kInputWarps >= count) break;
-      const int2 places =
-          reinterpret_cast<const int2*>(block.fragments()[next + k * kInputWarps].places)[t];
+      const int2 places = reinterpret_cast<const int2*>(block.fragments()[next + k * kInputWarps].places)[t];
       const float4 v = values[k];
       put(places.x, split(v.x * first_scale, v.z * second_scale));
       put(places.y, split(v.y * first_scale, v.w * second_scale));

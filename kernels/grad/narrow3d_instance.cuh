@@ -24,11 +24,10 @@ struct Gradient {
 };
 
 // dz of each element, which one channel of a position alone has.
-template <class S, class Index>
-struct Problem {
+template <class S, class Index> struct Problem {
   const NormGradient* coefficients;
-  const Index* index;    // like y
-  const float* winner;   // like y: dz of the channel that won
+  const Index* index;   // like y
+  const float* winner;  // like y: dz of the channel that won
 
   __device__ bool active(int64_t) const { return true; }
 
@@ -61,8 +60,7 @@ struct Problem {
   };
   __device__ Selected selected(const Convolution<S>& c, const Tile& tile, int first_channel) const {
     const int plane = c.OH * c.OW;
-    return {*this, tile.n * c.OD * int64_t(plane) + tile.first_row * c.OW, plane, first_channel, -1,
-            0};
+    return {*this, tile.n * c.OD * int64_t(plane) + tile.first_row * c.OW, plane, first_channel, -1, 0};
   }
 };
 
@@ -158,8 +156,7 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
 }
 
 // Bytes of static shared memory, of what computes v again.
-template <class S>
-constexpr int kShared = sizeof(BackwardStorage<S>);
+template <class S> constexpr int kShared = sizeof(BackwardStorage<S>);
 
 // dx (N, kIn, D, H, W) and d_weight, either without elements where it is not wanted; d_conv_bias (kOut) and
 // d_multiplier, kOut elements or 1. kept as forward left it. dv_bytes: as in

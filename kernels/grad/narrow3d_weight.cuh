@@ -21,8 +21,7 @@ namespace grad::narrow3d {
 template <class S>
 constexpr int kFilters = 16 * S::kIn * S::kTaps;  // elements of 16 output channels' weights
 
-template <class S>
-struct BackwardStorage {
+template <class S> struct BackwardStorage {
   static_assert(S::kOut % 16 == 0, "all of a job's channels are there");
   uint4 weights[S::kWeightWords / 2][32];
   float most[kBlockWarps][16];  // |dv|, by warp and channel
@@ -34,8 +33,7 @@ struct BackwardStorage {
 // The products dv · patches of a tile: rows are 16 channels out, columns 8 taps of a channel in, and the
 // depth is positions, a turn's 32 in two steps. Fragments A are dv as the mainloop leaves its sums; a
 // register of B, two neighbouring positions' halves, is put together from words of the ring's pixels.
-template <class S>
-struct WeightProducts {
+template <class S> struct WeightProducts {
   static constexpr int kTiles = (S::kTaps + 7) / 8;
   static constexpr int kValues = S::kSplit ? 2 * S::kIn : S::kIn;  // halves of a pixel: highs, then lows
   const Block<S>& block;
@@ -150,8 +148,7 @@ struct WeightProducts {
 
 // A sink's Warp (conv/narrow3d.cuh) that forms dv; where they are wanted, stores it, with its largest
 // magnitude, and multiplies it with the patches.
-template <class S, class Selected>
-struct GradientWarp : SelectedWarp<Selected> {
+template <class S, class Selected> struct GradientWarp : SelectedWarp<Selected> {
   using Base = SelectedWarp<Selected>;
   BackwardStorage<S>& storage;
   const NormGradient* coefficients;  // of the 16 channels
@@ -165,14 +162,8 @@ struct GradientWarp : SelectedWarp<Selected> {
   __device__ __forceinline__ GradientWarp(const Selected& selected, BackwardStorage<S>& storage,
                                           const NormGradient* coefficients, float4* dv, bool weight_wanted,
                                           const Block<S>& block)
-      : Base(selected),
-        storage(storage),
-        coefficients(coefficients),
-        dv(dv),
-        weight_wanted(weight_wanted),
-        layout(block.c),
-        first_plane(block.tile.first_plane),
-        products(block) {}
+      : Base(selected), storage(storage), coefficients(coefficients), dv(dv), weight_wanted(weight_wanted),
+        layout(block.c), first_plane(block.tile.first_plane), products(block) {}
   __device__ __forceinline__ void begin(float x_scale) {
     Base::begin(x_scale, storage.mainloop.weight_scale);
 #pragma unroll
@@ -266,10 +257,11 @@ __global__ void __launch_bounds__(kBlock, 1)
 
 constexpr int kMergeColumns = 32, kMergeRows = 16;
 
-// d_weight (kOut, kIn, kDepth, kHeight, kWidth), if it is not null, from `partial`, and the parameters' gradients,
-// kOut or 1 of each, from those by sample, by_sample (kCount, N, kOut). What x is shifted by counts for as much
-// as the gradient of the convolution's bias by sample, d_level (N, kOut); null if it is zero. Grid: elements of
-// both, one after the other, / kMergeColumns; a thread per element and share of the samples.
+// d_weight (kOut, kIn, kDepth, kHeight, kWidth), if it is not null, from `partial`, and the parameters'
+// gradients, kOut or 1 of each, from those by sample, by_sample (kCount, N, kOut). What x is shifted by
+// counts for as much as the gradient of the convolution's bias by sample, d_level (N, kOut); null if it is
+// zero. Grid: elements of both, one after the other, / kMergeColumns; a thread per element and share of the
+// samples.
 template <class S, class Problem, int kCount>
 __global__ void __launch_bounds__(kMergeColumns* kMergeRows)
     merge_kernel(typename S::value_t* d_weight, const ManyRowSums<kCount> parameters, const float* partial,
@@ -282,8 +274,8 @@ __global__ void __launch_bounds__(kMergeColumns* kMergeRows)
   const bool of_weight = element < kWeights;
   const int parameter = (element - kWeights) / S::kOut;  // of the others, and whose channel that is
   const int channel = of_weight ? element / (S::kIn * S::kTaps) : (element - kWeights) % S::kOut;
-  const bool is_own = of_weight ? d_weight != nullptr
-                                : parameter < kCount && channel < parameters.of[parameter].count;
+  const bool is_own =
+      of_weight ? d_weight != nullptr : parameter < kCount && channel < parameters.of[parameter].count;
   double sum = 0;
   if (is_own && of_weight) {
     for (int64_t n = row; n < N; n += kMergeRows) {
@@ -303,8 +295,7 @@ __global__ void __launch_bounds__(kMergeColumns* kMergeRows)
   __syncthreads();
   if (row || !is_own) return;
   for (int i = 1; i < kMergeRows; i++) sum += sums[i][column];
-  if (of_weight)
-    d_weight[element] = typename S::value_t(float(sum));
+  if (of_weight) d_weight[element] = typename S::value_t(float(sum));
   else parameters.of[parameter].at[channel] = float(sum);
 }
 

@@ -16,8 +16,8 @@ constexpr int kRoom = 6;
 struct Scales {
   uint32_t *seen, *largest;  // (N)
 
-  // The exponent under which a sample is packed first; and that under which it is packed at last. (By another name
-  // than those of a number n, which an unsigned one would not find.)
+  // The exponent under which a sample is packed first; and that under which it is packed at last. (By another
+  // name than those of a number n, which an unsigned one would not find.)
   static __device__ __forceinline__ int first_of(uint32_t seen) {
     return max(conv::top_exponent(seen) - kRoom, -126);
   }
@@ -41,9 +41,10 @@ template <class T> HOST_DEVICE Scales scales_of(T* packed, int64_t N, int64_t ch
   return {seen, seen + N};
 }
 
-// g in planes as operands, packed where it is needed (conv/stream_operands.cuh). Its magnitude may be any, and
-// values far below the largest count where their filters are large. So a sample's first scale brings the largest
-// magnitude that was seen of it ahead to 2^(kTop - kRoom): so much room is above it, and digits enough below it.
+// g in planes as operands, packed where it is needed (conv/stream_operands.cuh). Its magnitude may be any,
+// and values far below the largest count where their filters are large. So a sample's first scale brings the
+// largest magnitude that was seen of it ahead to 2^(kTop - kRoom): so much room is above it, and digits
+// enough below it.
 template <class Operands> struct OfGradient : Operands {
   static constexpr bool kLooksAhead = Operands::kScaled;
   static constexpr int kRoom = Operands::kSplit ? 2 : 6;
@@ -58,6 +59,8 @@ template <class Operands> struct OfGradient : Operands {
 };
 
 // Operands of which the largest finite magnitude counts, whatever else there is.
-template <class Operands> struct Finite : Operands { static constexpr bool kMarksInfinite = false; };
+template <class Operands> struct Finite : Operands {
+  static constexpr bool kMarksInfinite = false;
+};
 
 }  // namespace grad

@@ -45,8 +45,8 @@ template <class Conv> struct Producer<Conv, grad::PackedGradient> : Conv {
 
 #if TENSOR_CORE_WGMMA
 
-  // Fills the pipeline, row by row; a thread brings a channel group. Zeros are on both sides of a row of g, in
-  // channels that don't exist, and in the rows around g. Where a row is one tile those on its sides stay.
+  // Fills the pipeline, row by row; a thread brings a channel group. Zeros are on both sides of a row of g,
+  // in channels that don't exist, and in the rows around g. Where a row is one tile those on its sides stay.
   template <class Arguments, class Pipeline>
   static __device__ __forceinline__ void produce(const Arguments& args, const TileScheduler& tiles,
                                                  const Pipeline& pipeline, uint8_t* stages, uint8_t*, bool) {
@@ -62,7 +62,8 @@ template <class Conv> struct Producer<Conv, grad::PackedGradient> : Conv {
       const int count = min(tiles.end - tile, tiles.OH - place.row), rows = count + kKernelH - 1;
       tile += count;
       // Pixels of g that the tile meets, and where they lie in a stage's row.
-      const int first = place.column - kPadColumns, from = max(first, 0), pixels = min(first + kPitch, width) - from;
+      const int first = place.column - kPadColumns, from = max(first, 0),
+                pixels = min(first + kPitch, width) - from;
       const int before = from - first, around = tiles.strips > 1 ? kPitch - pixels : 0;
 #pragma unroll 1
       for (int row = place.row - kPadRows; row < place.row - kPadRows + rows; row++) {
@@ -102,7 +103,8 @@ namespace grad {
 
 // Does a mainloop take units of g as they lie?
 template <class Build, class Choice = InputMainloop<Build, PackedGradient>>
-constexpr bool kOfWholeUnits = Choice::kBySm90 || Choice::Loop::kChannelGroups == ceil_div(Build::Filter::kOut, 8);
+constexpr bool kOfWholeUnits =
+    Choice::kBySm90 || Choice::Loop::kChannelGroups == ceil_div(Build::Filter::kOut, 8);
 
 // dx, of g in units under their scales.
 template <class Build>
@@ -123,7 +125,7 @@ void input_of_units(Out<typename Build::value_t> dx, const uint4* units, const S
   pack_weight<Loop>(packed_weight, exponents, nullptr, weight, 0, stream);
   const PackedGradient source{units, ceil_div(Filter::kOut, 8)};
   const typename Loop::Arguments args{{dx}, {}, source, packed_weight, exponents, sample_exponents,
-                                      {}, N, height, width};
+                                      {},   N,  height, width};
   if constexpr (Choice::kBySm90) {
     expect(N * H * ((W + kTileWidth - 1) / kTileWidth) < kMostCounted && height * width < kMostCounted,
            "sizes that are compiled for");

@@ -1,19 +1,24 @@
-// The mainloop of grad/packed_weight.cuh by wgmma for short rows: a strip there has 64 pixels of one row, so that of rows
-// of 14 three quarters of all products would be empty.
+// The mainloop of grad/packed_weight.cuh by wgmma for short rows: a strip there has 64 pixels of one row, so
+// that of rows of 14 three quarters of all products would be empty.
 //
-// Here the positions of a plane of g are one line, and a step has 64 that follow one another, in whichever rows they are. x is
-// staged once for each of the taps' columns: those pixels of its rows that such a tap meets, as wide as g's rows. Then what the
-// tap in row r meets lies r rows, r·width positions, further on in the same line.
+// Here the positions of a plane of g are one line, and a step has 64 that follow one another, in whichever
+// rows they are. x is staged once for each of the taps' columns: those pixels of its rows that such a tap
+// meets, as wide as g's rows. Then what the tap in row r meets lies r rows, r·width positions, further on in
+// the same line.
 //
-// Past the end of a plane g is zero. So has x to be there, since 0·inf is NaN; but only for the taps' last row its line ends
-// there, too. For the others the last, less than 16 positions are staged once more, with zeros behind them: tails.
+// Past the end of a plane g is zero. So has x to be there, since 0·inf is NaN; but only for the taps' last
+// row its line ends there, too. For the others the last, less than 16 positions are staged once more, with
+// zeros behind them: tails.
 #pragma once
 #include "grad/packed_stages.cuh"
 
 namespace grad {
 
-// How positions are cut into steps: in strips of rows, or in lines, of which a step's taps meet up to kLater · 64 later positions.
-struct Rows { static constexpr bool kLines = false; };
+// How positions are cut into steps: in strips of rows, or in lines, of which a step's taps meet up to kLater
+// · 64 later positions.
+struct Rows {
+  static constexpr bool kLines = false;
+};
 template <int kLater_> struct Lines {
   static constexpr bool kLines = true;
   static constexpr int kLater = kLater_;
@@ -22,33 +27,38 @@ template <int kLater_> struct Lines {
 template <class Filter, class Operands, class Target, class Source, int kLater>
 struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, Target, Source>> {
   using Base = PackedStages<Filter, WideWeightSm90<Filter, Operands, Target, Source>>;
-  using typename Base::BlockPlace, typename Base::operand_t;
   using Base::kBlocks, Base::kBlockTaps, Base::kBlockThreads, Base::kChannelsOut, Base::kConsumerTaps,
       Base::kGroupsIn, Base::kGroupsOut, Base::kOfPlane, Base::kScaled, Base::kSplit, Base::kTapColumns,
       Base::kTapRows, Base::kThreadSums;
+  using typename Base::BlockPlace, typename Base::operand_t;
 
   static constexpr int kProducerRegisters = 80, kConsumerRegisters[] = {192, 160};
   static_assert(kProducerRegisters * 2 + kConsumerRegisters[0] + kConsumerRegisters[1] <= 65536 / kWarpgroup);
 
-  // Shared memory, in units: a ring of x [column][channel group][position], whose first positions lie behind its end, too, so that
-  // a product's 16 are side by side everywhere; of each stage g [channel group][position], and tails [tap][channel group][position].
+  // Shared memory, in units: a ring of x [column][channel group][position], whose first positions lie behind
+  // its end, too, so that a product's 16 are side by side everywhere; of each stage g [channel
+  // group][position], and tails [tap][channel group][position].
   static constexpr int kDeep = 16, kTails = (kTapRows - 1) * kTapColumns, kOfTail = kWarps * kDeep;
   static constexpr int kStage = kWarps * kStrip + kTails * kOfTail;
   static HOST_DEVICE constexpr int ring(int stages) { return (kLater + stages) * kStrip; }
   static HOST_DEVICE constexpr int pitch(int stages) { return ring(stages) + (kLater > 0 ? kDeep : 0); }
   static HOST_DEVICE constexpr int bytes(int stages) {
-    return (kTapColumns * kWarps * pitch(stages) + stages * kStage) * 16 + stages * (2 * 8 + 4);  // … barriers, and words
+    return (kTapColumns * kWarps * pitch(stages) + stages * kStage) * 16 +
+           stages * (2 * 8 + 4);  // … barriers, and words
   }
   static HOST_DEVICE constexpr int stages(int room) {
     int most = 6;
     while (most > 0 && bytes(most) > room) most--;
     return most;
   }
-  static constexpr int kStages = stages(Target::kSharedLimit), kSlots = kLater + kStages, kAhead = kStages - 2;
+  static constexpr int kStages = stages(Target::kSharedLimit), kSlots = kLater + kStages,
+                       kAhead = kStages - 2;
   static constexpr int kRing = ring(kStages), kPitch = pitch(kStages), kSharedBytes = bytes(kStages);
   static_assert(kStages >= 3 && !kSplit, "room for lines");
 
-  static int64_t count(int64_t planes, int64_t height, int64_t width) { return planes * ((height * width + kStrip - 1) / kStrip); }
+  static int64_t count(int64_t planes, int64_t height, int64_t width) {
+    return planes * ((height * width + kStrip - 1) / kStrip);
+  }
 
 #if TENSOR_CORE_WGMMA
 
@@ -58,8 +68,8 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
         : Pipeline<kStages>(behind_operands), pixels(reinterpret_cast<int*>(this->empty + kStages)) {}
   };
 
-  // Of a block the steps tile … end - 1 of all planes'. One brings 64 positions of x's line, and those of g that are kLater steps
-  // before them, unless they are another block's.
+  // Of a block the steps tile … end - 1 of all planes'. One brings 64 positions of x's line, and those of g
+  // that are kLater steps before them, unless they are another block's.
   struct Walk {
     const Source& source;
     const BlockPlace& place;
@@ -74,7 +84,9 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
     __device__ __forceinline__ bool ahead() const { return chunk - kLater < first; }
     __device__ __forceinline__ bool is_last() const { return chunk - kLater == steps - 1; }
     __device__ __forceinline__ int word() const {
-      return !goes_on() ? -1 : OwnScale<1>::word(ahead() ? 0 : min(positions - (chunk - kLater) * kStrip, kStrip), slack);
+      return !goes_on()
+                 ? -1
+                 : OwnScale<1>::word(ahead() ? 0 : min(positions - (chunk - kLater) * kStrip, kStrip), slack);
     }
     __device__ __forceinline__ void start() {
       const int64_t of_all = tile / steps, n = of_all / source.planes, plane = of_all - n * source.planes;
@@ -84,15 +96,18 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
         slack = counts ? max(0, min(source.exponent(n) - common, kMostSlack)) : slack;
       }
       g = source.g + ((n * kGroupsOut + place.channel_out / 8) * source.planes + plane) * positions;
-      x = source.x + ((n * kGroupsIn + place.channel_in / 8) * source.input_planes + plane + place.kernel_plane) * H * W;
+      x = source.x +
+          ((n * kGroupsIn + place.channel_in / 8) * source.input_planes + plane + place.kernel_plane) * H * W;
     }
     __device__ __forceinline__ void advance() {
       if (++chunk < stop + kLater) return;
       tile += stop - first;
       if (goes_on()) start();
     }
-    // Of a channel group's x what the tap meets in that row and column of the block's taps, at a position's line and column.
-    __device__ __forceinline__ void copy(uint4* to, uint4* again, const uint4* plane, bool real, int line, int column) const {
+    // Of a channel group's x what the tap meets in that row and column of the block's taps, at a position's
+    // line and column.
+    __device__ __forceinline__ void copy(uint4* to, uint4* again, const uint4* plane, bool real, int line,
+                                         int column) const {
       line += place.kernel_row, column += place.kernel_column;
       real = real && line < H && column < W;  // past that there are only taps that don't exist
       const uint4* const from = real ? plane + line * int(W) + column : source.x;
@@ -102,17 +117,21 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
   };
 
   // A channel group of a step, of g, and of x to a slot.
-  static __device__ __forceinline__ void copy(const Walk& walk, uint4* ring, uint4* stage, int slot, int group) {
+  static __device__ __forceinline__ void copy(const Walk& walk, uint4* ring, uint4* stage, int slot,
+                                              int group) {
     const int lane = threadIdx.x % 32, before = (walk.chunk - kLater) * kStrip;
     if (!walk.ahead() && walk.place.channel_out + group * 8 < kChannelsOut) {
       const uint4* const from = walk.g + int64_t(group) * walk.source.planes * walk.positions + before;
 #pragma unroll
       for (int i = lane; i < kStrip; i += 32)
-        copy_async_or_zero(stage + group * kStrip + i, before + i < walk.positions ? from + i : walk.source.g, before + i < walk.positions);
+        copy_async_or_zero(stage + group * kStrip + i, before + i < walk.positions ? from + i : walk.source.g,
+                           before + i < walk.positions);
     }
     if (!walk.place.has(group * 8)) return;
-    const int of_plane = group * 8 % kOfPlane / 8, behind = group * 8 / kOfPlane;  // the block's first plane of the filter
-    const uint4* const plane = walk.x + (int64_t(of_plane) * walk.source.input_planes + behind) * walk.H * walk.W;
+    const int of_plane = group * 8 % kOfPlane / 8,
+              behind = group * 8 / kOfPlane;  // the block's first plane of the filter
+    const uint4* const plane =
+        walk.x + (int64_t(of_plane) * walk.source.input_planes + behind) * walk.H * walk.W;
 #pragma unroll
     for (int i = lane; i < kStrip; i += 32) {
       const int at = walk.chunk * kStrip + i, line = at / walk.width, column = at - line * walk.width;
@@ -120,20 +139,22 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
 #pragma unroll
       for (int c = 0; c < kTapColumns; c++) {
         uint4* const to = ring + (c * kWarps + group) * kPitch + slot * kStrip + i;
-        walk.copy(to, kLater > 0 && slot == 0 && i < kDeep ? to + kRing : nullptr, plane, real, line, column + c);
+        walk.copy(to, kLater > 0 && slot == 0 && i < kDeep ? to + kRing : nullptr, plane, real, line,
+                  column + c);
       }
     }
     if (!walk.is_last() || walk.positions % kDeep == 0) return;
 #pragma unroll
     for (int i = lane; i < kTails * kDeep; i += 32) {
       const int tap = i / kDeep, at = walk.positions / kDeep * kDeep + i % kDeep, line = at / walk.width;
-      walk.copy(stage + kWarps * kStrip + tap * kOfTail + group * kDeep + i % kDeep, nullptr, plane, at < walk.positions,
-                line + tap / kTapColumns, at - line * walk.width + tap % kTapColumns);
+      walk.copy(stage + kWarps * kStrip + tap * kOfTail + group * kDeep + i % kDeep, nullptr, plane,
+                at < walk.positions, line + tap / kTapColumns, at - line * walk.width + tap % kTapColumns);
     }
   }
 
   // A warp has a channel group of g and of x.
-  static __device__ __forceinline__ void produce(Walk& walk, const StepPipeline& pipeline, uint4* ring, uint4* stages) {
+  static __device__ __forceinline__ void produce(Walk& walk, const StepPipeline& pipeline, uint4* ring,
+                                                 uint4* stages) {
     const int group = threadIdx.x / 32;
     PipelineState<kStages> next, ready;
     int words[kAhead + 1] = {};  // of the steps that are on their way, the last one last
@@ -163,7 +184,8 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
 
   // As WideWeightSm90's.
   template <int kFirst>
-  static __device__ __forceinline__ void consume(float* partial, const StepPipeline& pipeline, uint32_t ring, uint32_t stages, int width) {
+  static __device__ __forceinline__ void consume(float* partial, const StepPipeline& pipeline, uint32_t ring,
+                                                 uint32_t stages, int width) {
     constexpr int kTaps = kBlockTaps - kFirst < kConsumerTaps ? kBlockTaps - kFirst : kConsumerTaps;
     float sums[kConsumerTaps][8][4] = {};
     PipelineState<kStages> state;
@@ -188,7 +210,8 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
           for (int i = 0; i < kTaps; i++) {
             const int row = (kFirst + i) / kTapColumns, column = (kFirst + i) % kTapColumns;
             const int at = slot * kStrip + k + row * width;  // less than twice round
-            uint32_t from = ring + 16 * (column * kWarps * kPitch + (at < kRing ? at : at - kRing)), pitch = 16 * kPitch;
+            uint32_t from = ring + 16 * (column * kWarps * kPitch + (at < kRing ? at : at - kRing)),
+                     pitch = 16 * kPitch;
             if (row < kTapRows - 1 && !whole) from = tails + 16 * (kFirst + i) * kOfTail, pitch = 16 * kDeep;
             multiply_add_transposed<operand_t>(sums[i], gradient, describe_transposed(from, pitch));
           }
@@ -203,7 +226,8 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
     Base::template store_sums<kTaps>(partial, sums);
   }
 
-  static __device__ __forceinline__ void run(float* partial, const Source& source, int64_t N, int64_t H, int64_t W) {
+  static __device__ __forceinline__ void run(float* partial, const Source& source, int64_t N, int64_t H,
+                                             int64_t W) {
     extern __shared__ uint4 shared[];
     uint4* const stages = shared + kTapColumns * kWarps * kPitch;
     const StepPipeline pipeline(stages + kStages * kStage);
@@ -216,7 +240,16 @@ struct PackedLinesSm90 : PackedStages<Filter, WideWeightSm90<Filter, Operands, T
       const int positions = height * width, steps = ceil_div(positions, kStrip);
       const int64_t all = N * source.planes * steps;
       const BlockPlace place(blockIdx.y);
-      Walk walk{source, place, common, height, width, positions, steps, H, W, all * (blockIdx.x + 1) / gridDim.x,
+      Walk walk{source,
+                place,
+                common,
+                height,
+                width,
+                positions,
+                steps,
+                H,
+                W,
+                all * (blockIdx.x + 1) / gridDim.x,
                 all * blockIdx.x / gridDim.x};
       produce(walk, pipeline, shared, stages);
     } else {

@@ -1,5 +1,5 @@
-// What the mainloops of grad/packed_weight.cuh share: samples' scales, a block's part of the filters, and how strips of rows of
-// packed operands come to shared memory.
+// What the mainloops of grad/packed_weight.cuh share: samples' scales, a block's part of the filters, and how
+// strips of rows of packed operands come to shared memory.
 #pragma once
 #include "conv/stream_operands.cuh"
 #include "grad/packed.cuh"
@@ -7,8 +7,8 @@
 
 namespace grad {
 
-// So many powers of two are left for the sums of samples with larger products. A sample whose products are smaller
-// yet counts as if its largest were 2^-60 of the largest of all.
+// So many powers of two are left for the sums of samples with larger products. A sample whose products are
+// smaller yet counts as if its largest were 2^-60 of the largest of all.
 constexpr int kMostSlack = 60;
 
 // The scale of sums: that of the sample at hand, 2^slack of what is common to all.
@@ -20,7 +20,9 @@ template <int kTiles> struct OwnScale {
     if (said >> 8 != slack) to(said >> 8, sums);
     return said & 0xff;
   }
-  __device__ __forceinline__ void undo(float (*sums)[4]) { if (slack) to(0, sums); }
+  __device__ __forceinline__ void undo(float (*sums)[4]) {
+    if (slack) to(0, sums);
+  }
 
  private:
   __device__ __forceinline__ void to(int next, float (*sums)[4]) {
@@ -34,7 +36,8 @@ template <int kTiles> struct OwnScale {
   }
 };
 
-// A source: g (N, parts, kOut, planes, H', W') and x (N, parts, kIn, input_planes, H, W) in units, and their scales.
+// A source: g (N, parts, kOut, planes, H', W') and x (N, parts, kIn, input_planes, H, W) in units, and their
+// scales.
 template <class Operands, int kOut_, class Scales> struct Packed {
   struct Strip {};
   struct Tail {};
@@ -47,23 +50,22 @@ template <class Operands, int kOut_, class Scales> struct Packed {
   static constexpr int kAhead = kStages - 2;  // steps: one is in use, and one is ready
 
   // What samples' products are scaled by.
-  __device__ __forceinline__ int exponent(int64_t n) const {
-    return input_scales.last(n) + scales.last(n);
-  }
+  __device__ __forceinline__ int exponent(int64_t n) const { return input_scales.last(n) + scales.last(n); }
 };
 
 // What mainloops share: blocks, and of those that walk down strips of rows the walk and the copies.
 template <class Filter, class Base> struct PackedStages : Base {
   using Source = typename Base::Source;
-  using typename Base::value_t;
   using Base::kBlock, Base::kChannelsIn, Base::kChannelsOut, Base::kInputPitch, Base::kKernelW, Base::kParts,
       Base::kScaled, Base::kTapColumns;
+  using typename Base::value_t;
   static constexpr int kGroupsOut = ceil_div(kChannelsOut, 8), kGroupsIn = ceil_div(kChannelsIn, 8);
 
-  // Of a volume's few channels in a block has those that kBeside planes of the filter meet, side by side, kOfPlane
-  // of each: 2 of 24 for 20 channels.
+  // Of a volume's few channels in a block has those that kBeside planes of the filter meet, side by side,
+  // kOfPlane of each: 2 of 24 for 20 channels.
   static constexpr int kKernelD = Filter::kDepth, kFitting = std::max(1, kBlock / (kGroupsIn * 8));
-  static constexpr int kBeside = std::min(kFitting, kKernelD), kOfPlane = kBeside > 1 ? kGroupsIn * 8 : kBlock;
+  static constexpr int kBeside = std::min(kFitting, kKernelD),
+                       kOfPlane = kBeside > 1 ? kGroupsIn * 8 : kBlock;
   static constexpr int kPlaneGroups = ceil_div(kKernelD, kBeside), kBlocks = Base::kBlocks * kPlaneGroups;
 
   struct BlockPlace : Base::BlockPlace {
@@ -83,7 +85,9 @@ template <class Filter, class Base> struct PackedStages : Base {
   }
 
   // Steps of so many planes of g.
-  static int64_t count(int64_t planes, int64_t height, int64_t width) { return Strips(height, width).count(planes); }
+  static int64_t count(int64_t planes, int64_t height, int64_t width) {
+    return Strips(height, width).count(planes);
+  }
 
 #if __CUDA_ARCH__ >= 800
 
@@ -93,9 +97,10 @@ template <class Filter, class Base> struct PackedStages : Base {
     if constexpr (!kScaled) return 0;
     __shared__ int negative;
     if (threadIdx.x == 0) negative = -255;  // less than any
-    __syncthreads();  // set before anyone raises it
+    __syncthreads();                        // set before anyone raises it
     for (int64_t n = threadIdx.x; n < N; n += blockDim.x)
-      if (source.input_scales.largest[n] && source.scales.largest[n]) atomicMax(&negative, -source.exponent(n));
+      if (source.input_scales.largest[n] && source.scales.largest[n])
+        atomicMax(&negative, -source.exponent(n));
     __syncthreads();  // complete before anyone reads it
     return negative == -255 ? 0 : -negative;
   }
@@ -127,7 +132,8 @@ template <class Filter, class Base> struct PackedStages : Base {
         slack = counts ? max(0, min(source.exponent(n) - common, kMostSlack)) : slack;
       }
       const int64_t of_g = (n * kParts * kGroupsOut + place.channel_out / 8) * source.planes + plane;
-      const int64_t of_x = (n * kParts * kGroupsIn + place.channel_in / 8) * source.input_planes + plane + place.kernel_plane;
+      const int64_t of_x =
+          (n * kParts * kGroupsIn + place.channel_in / 8) * source.input_planes + plane + place.kernel_plane;
       g = source.g + (of_g * strips.height + at.row) * strips.width + at.column;
       x = source.x + (of_x * H + first + place.kernel_row) * W + at.column + place.kernel_column;
     }

@@ -1,13 +1,13 @@
-// The gradient of a wide convolution's input: dx = conv_transpose2d(g, weight), where g is the gradient of its
-// output.
+// The gradient of a wide convolution's input: dx = conv_transpose2d(g, weight), where g is the gradient of
+// its output.
 //
 // The transposed convolution is forward's, of flipped filters over a g that zeros surround, from the channels
-// of g to those of x. By wgmma it takes g in units, which the sums over positions have left (grad/wide_sums.cuh,
-// grad/packed_input.cuh). By mma.sync g is packed before as that mainloop's operand, for a slice of the batch at
-// a time: one that fits in the L2 cache is hardly written to memory.
+// of g to those of x. By wgmma it takes g in units, which the sums over positions have left
+// (grad/wide_sums.cuh, grad/packed_input.cuh). By mma.sync g is packed before as that mainloop's operand, for
+// a slice of the batch at a time: one that fits in the L2 cache is hardly written to memory.
 //
-// Bytes at (128, 64, 128, 128), 3×3, 128 channels out, by mma.sync: 1040 MB of dy and 66 MB of masks, and 537 MB
-// of dx written. Bound: memory 0.26 ms to pack, products 0.46 ms, one after the other.
+// Bytes at (128, 64, 128, 128), 3×3, 128 channels out, by mma.sync: 1040 MB of dy and 66 MB of masks, and 537
+// MB of dx written. Bound: memory 0.26 ms to pack, products 0.46 ms, one after the other.
 #pragma once
 #include <algorithm>
 
@@ -39,8 +39,16 @@ void input_of_masked(Out<typename Build::value_t> dx, const Gradients<Source>& g
     const int64_t count = std::min(most, N - first);
     const Source source = g.source.from(first, g.height, g.width);
     pack_gradient<Loop>(packed, source, bits + first, count, g.height, g.width, stream);
-    convolve_packed<Loop>({{dx + first * Build::Filter::kIn * H * W}, {}, source, packed_weight, exponents,
-                           bits + first, {}, count, g.height, g.width},
+    convolve_packed<Loop>({{dx + first * Build::Filter::kIn * H * W},
+                           {},
+                           source,
+                           packed_weight,
+                           exponents,
+                           bits + first,
+                           {},
+                           count,
+                           g.height,
+                           g.width},
                           packed, stream);
   }
 }
@@ -52,8 +60,7 @@ void wide_input(Out<typename Build::value_t> dx, const Gradients<Source>& g, In<
   const Scales scales = scales_of(largest_g.data, g.N);
   if constexpr (kTakesUnits<Build> && kOfWholeUnits<Build>)
     input_of_units<Build>(dx, units_of<Build>(g, units), scales, weight, stream);
-  else
-    input_of_masked<Build>(dx, g, scales.largest, weight, stream);
+  else input_of_masked<Build>(dx, g, scales.largest, weight, stream);
 }
 
 }  // namespace grad

@@ -12,7 +12,8 @@ constexpr int kPackWarps = kPackThreads / 32;  // a channel group each
 // on. Grid: strips of a sample, channel groups, samples.
 template <class Conv, class Source>
 __global__ void __launch_bounds__(kPackThreads)
-pack_gradient_kernel(uint4* packed, Source source, const uint32_t* largest, int64_t height, int64_t width) {
+    pack_gradient_kernel(uint4* packed, Source source, const uint32_t* largest, int64_t height,
+                         int64_t width) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kGroups = Conv::kChannelGroups, kParts = Conv::kParts;
   const int group = blockIdx.y * kPackWarps + threadIdx.x / 32, lane = threadIdx.x % 32;

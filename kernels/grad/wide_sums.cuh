@@ -1,13 +1,13 @@
 // The gradients of a tail's parameters by channel, sums over samples and pixels; the largest finite magnitude
-// of g, the gradient of v, in each sample; and g itself in units (grad/packed.cuh), where the mainloops of the
-// other gradients take it so (kTakesUnits). All of that in one pass over dy.
+// of g, the gradient of v, in each sample; and g itself in units (grad/packed.cuh), where the mainloops of
+// the other gradients take it so (kTakesUnits). All of that in one pass over dy.
 //
 // The scale of a sample's units hangs on its largest magnitude, which nobody knows before. So every kSeen-th
-// row is looked at first, which suggests a scale; the pass writes under that; and the samples that turn out not
-// to fit it, mostly none, are written once more.
+// row is looked at first, which suggests a scale; the pass writes under that; and the samples that turn out
+// not to fit it, mostly none, are written once more.
 //
-// Bytes at (128, 128, 126, 126): 1040 MB of dy and 66 MB of masks read, 520 MB of units written. Bound: memory
-// 0.41 ms, of which 0.28 for the sums alone.
+// Bytes at (128, 128, 126, 126): 1040 MB of dy and 66 MB of masks read, 520 MB of units written. Bound:
+// memory 0.41 ms, of which 0.28 for the sums alone.
 #pragma once
 #include "core/reduce.cuh"
 #include "grad/masked.cuh"
@@ -18,7 +18,8 @@ namespace grad {
 // Do the mainloops of a build's gradients take g in units?
 template <class Build> constexpr bool kTakesUnits = Build::kCapability == 90 && !Build::Operands::kSplit;
 
-// g in units (N, kGroups, H', W'), of float32 under a scale for each sample. Channels that don't exist are zeros.
+// g in units (N, kGroups, H', W'), of float32 under a scale for each sample. Channels that don't exist are
+// zeros.
 template <class Operands, int kChannels> struct Units {
   static constexpr int kGroups = ceil_div(kChannels, 8);
   static constexpr bool kScaled = Operands::kScaled;
@@ -30,8 +31,8 @@ template <class Operands, int kChannels> struct Units {
     return power_of_two(kScaled ? scales.first(n) : 0);
   }
   // Of a strip: a lane's values of a channel group, under a scale.
-  __device__ __forceinline__ void store(
-      const float (&values)[kLanePixels][8], const StripPlace& at, const Strips& strips, int group) const {
+  __device__ __forceinline__ void store(const float (&values)[kLanePixels][8], const StripPlace& at,
+                                        const Strips& strips, int group) const {
     if (group >= kGroups) return;
     const int64_t row = ((at.n * kGroups + group) * strips.height + at.row) * strips.width;
 #pragma unroll
@@ -59,12 +60,13 @@ inline Scales scales_of(const int32_t* largest_g, int64_t N) {
 // In its place where g is not written.
 struct NoUnits {};
 
-constexpr int kSeen = 32, kAgainBlocks = 8;  // of a sample's rows; of a sample that is mostly not written again
+constexpr int kSeen = 32,
+              kAgainBlocks = 8;  // of a sample's rows; of a sample that is mostly not written again
 
 // Raises scales.seen by each kSeen-th row. Grid: strips of such rows of all samples, blocks of channels.
 template <class Source, int kChannels>
 __global__ void __launch_bounds__(kThreads)
-look_ahead_kernel(Scales scales, Source source, int64_t height, int64_t width) {
+    look_ahead_kernel(Scales scales, Source source, int64_t height, int64_t width) {
 #if __CUDA_ARCH__ >= 800
   const Strips strips(height, width);
   const unsigned seen = unsigned(ceil_div(strips.height, kSeen) * strips.of_row);
@@ -80,10 +82,11 @@ look_ahead_kernel(Scales scales, Source source, int64_t height, int64_t width) {
 #endif
 }
 
-// Writes again the samples that their first scale does not fit. Grid: kAgainBlocks of each, blocks of channels.
+// Writes again the samples that their first scale does not fit. Grid: kAgainBlocks of each, blocks of
+// channels.
 template <class Source, class Units>
 __global__ void __launch_bounds__(kThreads)
-pack_again_kernel(Units units, Source source, int64_t height, int64_t width) {
+    pack_again_kernel(Units units, Source source, int64_t height, int64_t width) {
 #if __CUDA_ARCH__ >= 800
   const unsigned n = blockIdx.x / kAgainBlocks;
   const int exponent = units.scales.last(n), group = blockIdx.y * kWarps + threadIdx.x / 32;
@@ -109,8 +112,8 @@ pack_again_kernel(Units units, Source source, int64_t height, int64_t width) {
 // largest[n], where it is there; and writes g, unless there are NoUnits. Grid: splits, blocks of channels.
 template <class Source, int kChannels, class Units>
 __global__ void __launch_bounds__(kThreads, 2)
-gradient_sums_kernel(double* sums, uint32_t* largest, Units units, Source source, int64_t N, int64_t height,
-                     int64_t width) {
+    gradient_sums_kernel(double* sums, uint32_t* largest, Units units, Source source, int64_t N,
+                         int64_t height, int64_t width) {
 #if __CUDA_ARCH__ >= 800
   using Strip = typename Source::Strip;
   constexpr bool kPacks = !std::is_same_v<Units, NoUnits>;
@@ -174,11 +177,11 @@ gradient_sums_kernel(double* sums, uint32_t* largest, Units units, Source source
 
 // The gradients of as many parameters as the tail gives, the first that of v's bias, each by channel or of
 // all channels together: in double and in a fixed order. largest_g (2, N): the bits of each sample's largest
-// finite magnitude of g, and of what was seen of it ahead. units: of g, where the build takes them. Neither has
-// elements where nobody wants them.
+// finite magnitude of g, and of what was seen of it ahead. units: of g, where the build takes them. Neither
+// has elements where nobody wants them.
 template <class Build, class Source, class... Parameters>
-void sum_gradients(const Gradients<Source>& g, Out<int32_t> largest_g, Out<int32_t> units, cudaStream_t stream,
-                   const Parameters&... d_parameters) {
+void sum_gradients(const Gradients<Source>& g, Out<int32_t> largest_g, Out<int32_t> units,
+                   cudaStream_t stream, const Parameters&... d_parameters) {
   constexpr int kChannels = Source::kChannels, kBlocks = ceil_div(kChannels, kWarps * 8);
   constexpr int kCount = sizeof...(Parameters);
   using Gradient = decltype(g.source.tail.gradient(0.f, Mask{}));
@@ -203,11 +206,12 @@ void sum_gradients(const Gradients<Source>& g, Out<int32_t> largest_g, Out<int32
     const Of written{units_of<Build>(g, units), scales_of(largest_g.data, g.N)};
     const dim3 seen(g.N * ceil_div(int(g.height), kSeen) * Strips(g.height, g.width).of_row, kBlocks);
     if (Of::kScaled && g.N > 0)
-      look_ahead_kernel<Source, kChannels><<<seen, kThreads, 0, stream>>>(written.scales, g.source, g.height, g.width);
+      look_ahead_kernel<Source, kChannels>
+          <<<seen, kThreads, 0, stream>>>(written.scales, g.source, g.height, g.width);
     sum(written);
     if (Of::kScaled && g.N > 0)
-      pack_again_kernel<Source, Of><<<dim3(g.N * kAgainBlocks, kBlocks), kThreads, 0, stream>>>(
-          written, g.source, g.height, g.width);
+      pack_again_kernel<Source, Of>
+          <<<dim3(g.N * kAgainBlocks, kBlocks), kThreads, 0, stream>>>(written, g.source, g.height, g.width);
   }
   sum_rows(of_parameters, sums.data, splits, kChannels, stream);
 }

@@ -13,9 +13,9 @@
 // Where a row ends, zeros in g would not do, since 0·inf is NaN: x is zero there, too, for each tap's own
 // end.
 //
-// Bytes at (128, 64, 128, 128), 3×3, 128 channels out: by mma.sync 1040 MB of dy, 66 MB of masks and 537 MB of
-// x, by wgmma 520 MB of units and x twice, the second time mostly from the L2 cache. Bound: 300 GFLOP 0.46 ms by
-// mma.sync, memory 0.38 ms; 0.34 ms by wgmma, memory 0.25 ms.
+// Bytes at (128, 64, 128, 128), 3×3, 128 channels out: by mma.sync 1040 MB of dy, 66 MB of masks and 537 MB
+// of x, by wgmma 520 MB of units and x twice, the second time mostly from the L2 cache. Bound: 300 GFLOP 0.46
+// ms by mma.sync, memory 0.38 ms; 0.34 ms by wgmma, memory 0.25 ms.
 #pragma once
 #include "conv/wide.cuh"
 #include "grad/wide_weight_sm80.cuh"
@@ -26,8 +26,9 @@ namespace grad {
 // A block's sums to partial [split][block][sum of a thread][thread]. Grid: splits of all strips, kBlocks.
 template <class Loop>
 __global__ void __launch_bounds__(Loop::kBlockThreads, 1)
-weight_gradient_kernel(float* partial, typename Loop::Source source, const typename Loop::value_t* x,
-                       const uint32_t* largest_x, const uint32_t* largest_g, int64_t N, int64_t H, int64_t W) {
+    weight_gradient_kernel(float* partial, typename Loop::Source source, const typename Loop::value_t* x,
+                           const uint32_t* largest_x, const uint32_t* largest_g, int64_t N, int64_t H,
+                           int64_t W) {
 #if __CUDA_ARCH__ >= 800
   Loop::run(partial, source, x, largest_x, largest_g, N, H, W);
 #endif
@@ -39,8 +40,9 @@ template <class Loop> __device__ __forceinline__ int64_t place_of_tap(int64_t pl
 }
 
 // dweight, from the partial sums of all splits, under the scale 2^common(). Grid: sums of a thread, kBlocks.
-template <class Loop, class PlaceOf, class Common> __device__ __forceinline__
-void merge_splits(typename Loop::value_t* dweight, const float* partial, int64_t splits, const PlaceOf& place_of, const Common& common) {
+template <class Loop, class PlaceOf, class Common>
+__device__ __forceinline__ void merge_splits(typename Loop::value_t* dweight, const float* partial,
+                                             int64_t splits, const PlaceOf& place_of, const Common& common) {
   const typename Loop::BlockPlace place(blockIdx.y);
   const SumPlace of_block = Loop::sum_place(blockIdx.x, threadIdx.x);
   const int row = place.kernel_row + of_block.tap / Loop::kTapColumns;
@@ -51,26 +53,27 @@ void merge_splits(typename Loop::value_t* dweight, const float* partial, int64_t
   if (plane < 0) return;
   double sum = 0;
   for (int64_t split = 0; split < splits; split++)
-    sum += partial[((split * Loop::kBlocks + blockIdx.y) * Loop::kThreadSums + blockIdx.x) * kThreads + threadIdx.x];
+    sum += partial[((split * Loop::kBlocks + blockIdx.y) * Loop::kThreadSums + blockIdx.x) * kThreads +
+                   threadIdx.x];
   dweight[place_of(plane, row, column)] = typename Loop::value_t(PowerOfTwo(exponent)(float(sum)));
 }
 
 template <class Loop>
 __global__ void __launch_bounds__(kThreads)
-merge_splits_kernel(typename Loop::value_t* dweight, const float* partial, typename Loop::Source source,
-                    const uint32_t* largest_x, const uint32_t* largest_g, int64_t splits, int64_t N) {
+    merge_splits_kernel(typename Loop::value_t* dweight, const float* partial, typename Loop::Source source,
+                        const uint32_t* largest_x, const uint32_t* largest_g, int64_t splits, int64_t N) {
 #if __CUDA_ARCH__ >= 800
-  merge_splits<Loop>(dweight, partial, splits, place_of_tap<Loop>, [&] {
-    return Loop::common_exponent(source, largest_x, largest_g, N);
-  });
+  merge_splits<Loop>(dweight, partial, splits, place_of_tap<Loop>,
+                     [&] { return Loop::common_exponent(source, largest_x, largest_g, N); });
 #endif
 }
 
 // By a mainloop of source, which is of g. largest_x and largest_g: the bits of each sample's largest finite
 // magnitude.
 template <class Loop, class Build, class Source>
-void weight_by(Out<typename Build::value_t> dweight, const Gradients<Source>& g, const typename Loop::Source& source,
-               const uint32_t* largest_g, In<typename Build::value_t> x, In<int32_t> largest_x, cudaStream_t stream) {
+void weight_by(Out<typename Build::value_t> dweight, const Gradients<Source>& g,
+               const typename Loop::Source& source, const uint32_t* largest_g, In<typename Build::value_t> x,
+               In<int32_t> largest_x, cudaStream_t stream) {
   Build::check(x, dweight);
   const int64_t N = x.size(0), H = x.size(2), W = x.size(3);
   const auto* const bits_x = reinterpret_cast<const uint32_t*>(largest_x.data);
@@ -81,32 +84,39 @@ void weight_by(Out<typename Build::value_t> dweight, const Gradients<Source>& g,
   const dim3 grid(splits, Loop::kBlocks), merged(Loop::kThreadSums, Loop::kBlocks);
   weight_gradient_kernel<Loop><<<grid, Loop::kBlockThreads, Loop::kSharedBytes, stream>>>(
       partial, source, x, bits_x, largest_g, N, H, W);
-  merge_splits_kernel<Loop><<<merged, kThreads, 0, stream>>>(dweight, partial, source, bits_x, largest_g, splits, N);
+  merge_splits_kernel<Loop>
+      <<<merged, kThreads, 0, stream>>>(dweight, partial, source, bits_x, largest_g, splits, N);
 }
 
 // Of g in units: as many steps ahead as there is room for.
 template <class Build> struct UnitsMainloop {
   template <int kAhead>
-  using Of = UnitsWeightSm90<typename Build::Filter, typename Build::Operands, typename Build::Target, kAhead>;
+  using Of =
+      UnitsWeightSm90<typename Build::Filter, typename Build::Operands, typename Build::Target, kAhead>;
   static constexpr int kRoom = Build::Target::kSharedLimit;
-  using Loop = std::conditional_t<Of<3>::fits(kRoom), Of<3>, std::conditional_t<Of<2>::fits(kRoom), Of<2>, Of<1>>>;
+  using Loop =
+      std::conditional_t<Of<3>::fits(kRoom), Of<3>, std::conditional_t<Of<2>::fits(kRoom), Of<2>, Of<1>>>;
   static constexpr bool kFits = Loop::fits(kRoom);
 };
 
 template <class Build, class Source>
 void weight_of_units(Out<typename Build::value_t> dweight, const Gradients<Source>& g, const uint4* units,
-                     const Scales& scales, In<typename Build::value_t> x, In<int32_t> largest_x, cudaStream_t stream) {
+                     const Scales& scales, In<typename Build::value_t> x, In<int32_t> largest_x,
+                     cudaStream_t stream) {
   using Loop = typename UnitsMainloop<Build>::Loop;
-  const bool x_aligned = Loop::kCopiedX == 1 || (x.size(3) % Loop::kCopiedX == 0 && uintptr_t(x.data) % 16 == 0);
+  const bool x_aligned =
+      Loop::kCopiedX == 1 || (x.size(3) % Loop::kCopiedX == 0 && uintptr_t(x.data) % 16 == 0);
   expect(x_aligned, "rows as aligned as is compiled for");
   weight_by<Loop, Build>(dweight, g, {units, scales}, scales.largest, x, largest_x, stream);
 }
 
 // Of dy and masks.
 template <class Build, class Source>
-void weight_of_masked(Out<typename Build::value_t> dweight, const Gradients<Source>& g, const uint32_t* largest_g,
-                      In<typename Build::value_t> x, In<int32_t> largest_x, cudaStream_t stream) {
-  using Loop = WideWeightSm80<typename Build::Filter, typename Build::Operands, typename Build::Target, Source>;
+void weight_of_masked(Out<typename Build::value_t> dweight, const Gradients<Source>& g,
+                      const uint32_t* largest_g, In<typename Build::value_t> x, In<int32_t> largest_x,
+                      cudaStream_t stream) {
+  using Loop =
+      WideWeightSm80<typename Build::Filter, typename Build::Operands, typename Build::Target, Source>;
   weight_by<Loop, Build>(dweight, g, g.source, largest_g, x, largest_x, stream);
 }
 

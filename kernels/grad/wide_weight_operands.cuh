@@ -7,13 +7,15 @@
 namespace grad {
 
 // One of a block's sums: the tap, and the channels out and in.
-struct SumPlace { int tap, out, in; };
+struct SumPlace {
+  int tap, out, in;
+};
 
 // The least exponent of a sample's products, that of n being exponent_of(n); to all threads of the block.
 // Samples of zeros don't count.
 template <class Exponent>
-__device__ __forceinline__ int common_exponent(const uint32_t* largest_x, const uint32_t* largest_g, int64_t N,
-                                               const Exponent& exponent_of) {
+__device__ __forceinline__ int common_exponent(const uint32_t* largest_x, const uint32_t* largest_g,
+                                               int64_t N, const Exponent& exponent_of) {
   __shared__ int negative;
   if (threadIdx.x == 0) negative = -254;
   __syncthreads();  // set before anyone raises it
@@ -55,8 +57,8 @@ template <class Filter, class Operands, class Target, class Source_, bool kWgmma
 struct WideWeight : Operands {
   using Source = Source_;
   using Strip = typename Source::Strip;
-  using typename Operands::operand_t, typename Operands::value_t;
   using Operands::kParts, Operands::kScaled, Operands::kSplit;
+  using typename Operands::operand_t, typename Operands::value_t;
   static constexpr bool kWgmma = kWgmma_;
   static constexpr int kChannelsIn = Filter::kIn, kChannelsOut = Filter::kOut;
   static constexpr int kKernelH = Filter::kHeight, kKernelW = Filter::kWidth;
@@ -87,8 +89,8 @@ struct WideWeight : Operands {
     if constexpr (kWgmma) return Source::kStages;
     else return 2;
   }
-  static constexpr int kStages = stages();  // of g: the row in use and those to come
-  static constexpr int kSlots = kTapRows - 1 + kStages;   // likewise of x, a circular buffer
+  static constexpr int kStages = stages();                         // of g: the row in use and those to come
+  static constexpr int kSlots = kTapRows - 1 + kStages;            // likewise of x, a circular buffer
   static constexpr int kTail = kWgmma ? kWarps * kTailPixels : 0;  // of a column
   static constexpr int kSlot = kParts * kWarps * kInputPitch + kTapColumns * kTail;
   static constexpr int kStage = kParts * kWarps * kStrip;
@@ -101,8 +103,7 @@ struct WideWeight : Operands {
   struct BlockPlace {
     int channel_out, channel_in, kernel_row, kernel_column;
     __device__ __forceinline__ explicit BlockPlace(int block)
-        : channel_out(block % kBlocksOut * kBlock),
-          channel_in(block / kBlocksOut % kBlocksIn * kBlock),
+        : channel_out(block % kBlocksOut * kBlock), channel_in(block / kBlocksOut % kBlocksIn * kBlock),
           kernel_row(block / kBlocksOut / kBlocksIn % kRowGroups * kTapRows),
           kernel_column(block / kBlocksOut / kBlocksIn / kRowGroups * kTapColumns) {}
   };
@@ -124,9 +125,9 @@ struct WideWeight : Operands {
 
 #if __CUDA_ARCH__ >= 800
 
-  // A walk goes down strips: rows tile … end - 1 of all, along columns of strips. A step brings a row of x, and
-  // g unless it is `ahead`: a column's first rows are other taps'. These two are any Walk's; in a base, with
-  // the members, they would compile to other machine code. The place of a column's first step:
+  // A walk goes down strips: rows tile … end - 1 of all, along columns of strips. A step brings a row of x,
+  // and g unless it is `ahead`: a column's first rows are other taps'. These two are any Walk's; in a base,
+  // with the members, they would compile to other machine code. The place of a column's first step:
   template <class Walk> static __device__ __forceinline__ StripPlace start_column(Walk& walk) {
     const Strips& strips = walk.strips;
     const int64_t column_of_strips = walk.tile / strips.height, n = column_of_strips / strips.of_row;

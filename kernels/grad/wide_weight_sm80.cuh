@@ -8,10 +8,10 @@ namespace grad {
 template <class Filter, class Operands, class Target, class Source>
 struct WideWeightSm80 : WideWeight<Filter, Operands, Target, Source, false> {
   using Base = WideWeight<Filter, Operands, Target, Source, false>;
-  using typename Base::BlockPlace, typename Base::operand_t, typename Base::value_t;
   using Base::kBlock, Base::kBlocks, Base::kBlockTaps, Base::kChannelsIn, Base::kChannelsOut,
       Base::kInputPitch, Base::kOperandBytes, Base::kParts, Base::kSlot, Base::kSlots, Base::kSplit,
       Base::kStage, Base::kStages, Base::kTapColumns, Base::kTapRows;
+  using typename Base::BlockPlace, typename Base::operand_t, typename Base::value_t;
 
   // Of 16 channels.
   static constexpr int kOutTiles = kChannelsOut < kBlock ? ceil_div(kChannelsOut, 16) : kBlock / 16;
@@ -39,8 +39,9 @@ struct WideWeightSm80 : WideWeight<Filter, Operands, Target, Source, false> {
   // sums += the product of 16 channels out, the warp's 8 channels in, one tap and 16 pixels. Tensor cores cut
   // off as they add. So split operands' small products come first, and their sum is added to the others in
   // float32.
-  static __device__ __forceinline__ void multiply_tile(
-      float (&sums)[4], const uint32_t (&gradient)[kParts][4], const uint32_t (&input)[kParts][2]) {
+  static __device__ __forceinline__ void multiply_tile(float (&sums)[4],
+                                                       const uint32_t (&gradient)[kParts][4],
+                                                       const uint32_t (&input)[kParts][2]) {
     if constexpr (kSplit) {
       float products[4] = {};
       multiply_add<operand_t>(products, gradient[kParts - 1], input[0][0], input[0][1]);
@@ -55,8 +56,8 @@ struct WideWeightSm80 : WideWeight<Filter, Operands, Target, Source, false> {
 
   // A step's fragments of B, of 16 pixels and all taps. rows[r], for the block's tap row r, is the address
   // that the lane gives to load_matrices_transposed.
-  static __device__ __forceinline__ void load_taps(
-      uint32_t (&taps)[kBlockTaps][kParts][2], const uint32_t (&rows)[kTapRows]) {
+  static __device__ __forceinline__ void load_taps(uint32_t (&taps)[kBlockTaps][kParts][2],
+                                                   const uint32_t (&rows)[kTapRows]) {
 #pragma unroll
     for (int i = 0; i < kBlockTaps * kParts; i++) {
       // Two neighbouring taps at a time; the last of an odd number alone.
@@ -85,7 +86,7 @@ struct WideWeightSm80 : WideWeight<Filter, Operands, Target, Source, false> {
   // sums += the products of a strip's first `pixels`, at least one. `gradient` and rows[r] are addresses as
   // in load_taps.
   static __device__ __forceinline__ void multiply(float (&sums)[kBlockTaps][kOutTiles][4], uint32_t gradient,
-                                           uint32_t (&rows)[kTapRows], int pixels) {
+                                                  uint32_t (&rows)[kTapRows], int pixels) {
 #pragma unroll 1
     for (; pixels > 0; pixels -= 16, gradient += 16 * 16) {
       uint32_t taps[kBlockTaps][kParts][2];
@@ -113,8 +114,18 @@ struct WideWeightSm80 : WideWeight<Filter, Operands, Target, Source, false> {
     const Strips strips(H - Base::kKernelH + 1, W - Base::kKernelW + 1);
     const int64_t count = strips.count(N);
     const BlockPlace place(blockIdx.y);
-    Walk walk{source, x, strips, place, largest_x, largest_g, common, int(threadIdx.x / 32), H, W,
-              count * (blockIdx.x + 1) / gridDim.x, count * blockIdx.x / gridDim.x};
+    Walk walk{source,
+              x,
+              strips,
+              place,
+              largest_x,
+              largest_g,
+              common,
+              int(threadIdx.x / 32),
+              H,
+              W,
+              count * (blockIdx.x + 1) / gridDim.x,
+              count * blockIdx.x / gridDim.x};
     if (walk.goes_on()) walk.start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     // load_matrices_transposed: lanes 0-7 give pixels 0-7, of g those of the first channel group, and so on.

@@ -1,11 +1,11 @@
 // The mainloop of a wide convolution's weights' gradient by wgmma, on compute capability 9.0 (sm_90a), where
 // of operands of one part.
 //
-// A block's warpgroups are specialised: two of them, producers, stage operands, row by row, in a pipeline; the
-// other two, consumers, have half of the taps each, 64 × 64 sums of a tap in registers. g is A, which a warp
-// loads into registers, 16 channels × 16 pixels, once for all of its taps; x is B, in shared memory as it was
-// staged: a tap's column is an offset of so many pixels. Only the last, less than 16 pixels of a row differ from
-// tap to tap (store_tails).
+// A block's warpgroups are specialised: two of them, producers, stage operands, row by row, in a pipeline;
+// the other two, consumers, have half of the taps each, 64 × 64 sums of a tap in registers. g is A, which a
+// warp loads into registers, 16 channels × 16 pixels, once for all of its taps; x is B, in shared memory as
+// it was staged: a tap's column is an offset of so many pixels. Only the last, less than 16 pixels of a row
+// differ from tap to tap (store_tails).
 #pragma once
 #include "conv/wide_sm90_stages.cuh"
 #include "grad/packed.cuh"
@@ -17,9 +17,9 @@ namespace grad {
 template <class Filter, class Operands, class Target, class Source>
 struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
   using Base = WideWeight<Filter, Operands, Target, Source, true>;
-  using typename Base::BlockPlace, typename Base::operand_t, typename Base::value_t;
   using Base::kBlocks, Base::kBlockTaps, Base::kInputPitch, Base::kOperandBytes, Base::kSlot, Base::kSlots,
       Base::kSplit, Base::kStage, Base::kStages, Base::kTail, Base::kTailPixels, Base::kTapColumns;
+  using typename Base::BlockPlace, typename Base::operand_t, typename Base::value_t;
 
   static constexpr int kBlockThreads = kThreads + kConsumers * kWarpgroup;
   // Of the first; the other has the rest.
@@ -45,17 +45,27 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
         : Pipeline<Base::kStages>(behind_operands), pixels(reinterpret_cast<int*>(this->empty + kStages)) {}
   };
 
-  // Where a step's 16 columns of x lie: whole ones as they are, those at the end of a row in its tails, and zeros past it.
+  // Where a step's 16 columns of x lie: whole ones as they are, those at the end of a row in its tails, and
+  // zeros past it.
   struct Columns {
     uint32_t pitch, column_pitch, slot_pitch, from;
     __device__ __forceinline__ Columns(int left, int k, uint32_t inputs, uint32_t zeros)
-        : pitch(left >= 16 ? 16 * kInputPitch : left > 0 ? 16 * kTailPixels : 0),
-          column_pitch(left >= 16 ? 16 : left > 0 ? 16 * kTail : 0), slot_pitch(left > 0 ? 16 * kSlot : 0),
-          from(left >= 16 ? inputs + 16 * 16 * k : left > 0 ? inputs + 16 * kWarps * kInputPitch : zeros) {}
-    __device__ __forceinline__ uint32_t at(int slot, int column) const { return from + slot_pitch * slot + column * column_pitch; }
+        : pitch(left >= 16 ? 16 * kInputPitch
+                : left > 0 ? 16 * kTailPixels
+                           : 0),
+          column_pitch(left >= 16 ? 16
+                       : left > 0 ? 16 * kTail
+                                  : 0),
+          slot_pitch(left > 0 ? 16 * kSlot : 0), from(left >= 16 ? inputs + 16 * 16 * k
+                                                      : left > 0 ? inputs + 16 * kWarps * kInputPitch
+                                                                 : zeros) {}
+    __device__ __forceinline__ uint32_t at(int slot, int column) const {
+      return from + slot_pitch * slot + column * column_pitch;
+    }
   };
   // A consumer's sums of so many taps to its part of `partial`.
-  template <int kTaps> static __device__ __forceinline__ void store_sums(float* partial, float (&sums)[kConsumerTaps][8][4]) {
+  template <int kTaps>
+  static __device__ __forceinline__ void store_sums(float* partial, float (&sums)[kConsumerTaps][8][4]) {
     const int thread = threadIdx.x - kThreads;
 #pragma unroll
     for (int i = 0; i < kTaps; i++) {
@@ -72,8 +82,8 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
     constexpr int kTaps = kBlockTaps - kFirst < kConsumerTaps ? kBlockTaps - kFirst : kConsumerTaps;
     float sums[kConsumerTaps][8][4] = {};
     PipelineState<kStages> state;
-    // load_matrices_transposed: lanes 0-7 give pixels 0-7 of the warp's first channel group, 8-15 those of its
-    // second one, 16-31 pixels 8-15 likewise.
+    // load_matrices_transposed: lanes 0-7 give pixels 0-7 of the warp's first channel group, 8-15 those of
+    // its second one, 16-31 pixels 8-15 likewise.
     const int lane = threadIdx.x % 32, group = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
     const uint32_t of_lane = gradients + 16 * (group * kStrip + lane / 16 * 8 + lane % 8);
     typename Source::template SumScale<kConsumerTaps * 8> scale;
@@ -97,7 +107,8 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
           for (int i = 0; i < kTaps; i++) {
             const int row = (kFirst + i) / kTapColumns, column = (kFirst + i) % kTapColumns;
             const uint32_t at = columns.at(Base::slot_of(step, row), column);
-            multiply_add_transposed<operand_t>(sums[i], fragments[k % 2], describe_transposed(at, columns.pitch));
+            multiply_add_transposed<operand_t>(sums[i], fragments[k % 2],
+                                               describe_transposed(at, columns.pitch));
           }
           commit_products();
           if (k + 1 == kStrip / 16) break;
@@ -114,7 +125,8 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
   }
 
   // What a consumer's threads do of a block, its own part of `partial` behind them.
-  static __device__ __forceinline__ void consume(float* partial, const StepPipeline& pipeline, uint4* shared) {
+  static __device__ __forceinline__ void consume(float* partial, const StepPipeline& pipeline,
+                                                 uint4* shared) {
     uint4 *const gradients = shared + kSlots * kSlot, *const zeros = gradients + kStages * kStage;
     partial += (int64_t(blockIdx.x) * gridDim.y + blockIdx.y) * kThreadSums * kThreads;
     const uint32_t inputs = shared_address(shared), of_gradients = shared_address(gradients);
@@ -136,8 +148,8 @@ template <int kTiles> struct OneScale {
   __device__ __forceinline__ void undo(float (*)[4]) const {}
 };
 
-// A source: g in units, under a scale for each sample. Steps that are on their way: one more is in use, and one
-// is ready.
+// A source: g in units, under a scale for each sample. Steps that are on their way: one more is in use, and
+// one is ready.
 template <int kAhead_> struct GradientUnits {
   struct Strip {};
   struct Tail {};
@@ -147,16 +159,17 @@ template <int kAhead_> struct GradientUnits {
   Scales scales;
 };
 
-// Of g in units, which are copied to the stages as they lie, and of x in float32, which its producers convert. A
-// warp of theirs has one channel group of each. x is scaled so that the product of a sample's two powers of two
-// is the same for all samples.
+// Of g in units, which are copied to the stages as they lie, and of x in float32, which its producers
+// convert. A warp of theirs has one channel group of each. x is scaled so that the product of a sample's two
+// powers of two is the same for all samples.
 template <class Filter, class Operands, class Target, int kAhead>
 struct UnitsWeightSm90 : WideWeightSm90<Filter, Operands, Target, GradientUnits<kAhead>> {
   using Base = WideWeightSm90<Filter, Operands, Target, GradientUnits<kAhead>>;
   using Source = GradientUnits<kAhead>;
+  using Base::kBlockThreads, Base::kChannelsIn, Base::kChannelsOut, Base::kOperandBytes,
+      Base::kProducerRegisters, Base::kScaled, Base::kSlot, Base::kSlots, Base::kSplit, Base::kStage,
+      Base::kStages, Base::kTailPixels;
   using typename Base::BlockPlace, typename Base::value_t;
-  using Base::kBlockThreads, Base::kChannelsIn, Base::kChannelsOut, Base::kOperandBytes, Base::kProducerRegisters,
-      Base::kScaled, Base::kSlot, Base::kSlots, Base::kSplit, Base::kStage, Base::kStages, Base::kTailPixels;
   using Raw = RawGroup<value_t>;
 
   // Shared memory: operands, zeros, raw groups, barriers, and each stage's pixels.
@@ -199,7 +212,8 @@ struct UnitsWeightSm90 : WideWeightSm90<Filter, Operands, Target, GradientUnits<
 
     __device__ __forceinline__ bool goes_on() const { return tile < end; }
     __device__ __forceinline__ bool ahead() const { return row < first; }
-    // How far across the step's strip is, and the negative of that where there is no g; 0 where there is no step.
+    // How far across the step's strip is, and the negative of that where there is no g; 0 where there is no
+    // step.
     __device__ __forceinline__ int across() const {
       return !goes_on() ? 0 : ahead() ? -min(pixels, kStrip) : min(pixels, kStrip);
     }
@@ -286,9 +300,18 @@ struct UnitsWeightSm90 : WideWeightSm90<Filter, Operands, Target, GradientUnits<
       const int64_t count = strips.count(N);
       const BlockPlace place(blockIdx.y);
       const int warp = threadIdx.x / 32;
-      Walk walk{source, x, strips, place, largest_x, common, warp, H, W,
-                count * (blockIdx.x + 1) / gridDim.x, count * blockIdx.x / gridDim.x};
-      produce(walk, pipeline, shared, gradients, reinterpret_cast<Raw (*)[kAhead + 1]>(raw)[warp]);
+      Walk walk{source,
+                x,
+                strips,
+                place,
+                largest_x,
+                common,
+                warp,
+                H,
+                W,
+                count * (blockIdx.x + 1) / gridDim.x,
+                count * blockIdx.x / gridDim.x};
+      produce(walk, pipeline, shared, gradients, reinterpret_cast<Raw(*)[kAhead + 1]>(raw)[warp]);
     } else {
       Base::consume(partial, pipeline, shared);
     }
@@ -296,8 +319,8 @@ struct UnitsWeightSm90 : WideWeightSm90<Filter, Operands, Target, GradientUnits<
 
 #else
 
-  static __device__ __forceinline__ void run(
-      float*, const Source&, const value_t*, const uint32_t*, const uint32_t*, int64_t, int64_t, int64_t) {}
+  static __device__ __forceinline__ void run(float*, const Source&, const value_t*, const uint32_t*,
+                                             const uint32_t*, int64_t, int64_t, int64_t) {}
 
 #endif
 };

@@ -1,5 +1,5 @@
-// Launches what is launched again and again, from Python past PyTorch's operators. It checks nothing that `bound` of
-// loader_launch.py has checked.
+// Launches what is launched again and again, from Python past PyTorch's operators. It checks nothing that
+// `bound` of loader_launch.py has checked.
 #pragma once
 #include <algorithm>
 #include "host/pytorch.h"
@@ -16,11 +16,12 @@ struct Bound {
   Argument last[1];  // or more; behind them the Sizes of its tensors, which come first, where it takes sizes
 };
 
-// A tensor whose storage was freed has the address 0, a view of it its offset. As low lie elsewhere only small tensors of a Python whose heap
-// does.
+// A tensor whose storage was freed has the address 0, a view of it its offset. As low lie elsewhere only
+// small tensors of a Python whose heap does.
 constexpr uintptr_t kLow = uintptr_t(1) << 32;
 
-// Returns what went wrong, until the thread's next call, or null; "" if nothing was launched, because a tensor's memory may have been freed.
+// Returns what went wrong, until the thread's next call, or null; "" if nothing was launched, because a
+// tensor's memory may have been freed.
 inline const char* launch(Bound& bound, const Argument* first) {
   const Launcher& launcher = *bound.launcher;
   const int64_t given = launcher.count - takes_stream(launcher);
@@ -42,9 +43,7 @@ inline const char* launch(Bound& bound, const Argument* first) {
 #endif
     launch(launcher, int(bound.device), arguments, sizes);
     return nullptr;
-  } catch (const std::exception& error) {
-    what = error.what();
-  } catch (...) {
+  } catch (const std::exception& error) { what = error.what(); } catch (...) {
     what = std::string(launcher.names[2]) + ": an exception that is no std::exception";
   }
   return what.c_str();

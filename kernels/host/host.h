@@ -1,8 +1,8 @@
-// What a build and PyTorch's side (pytorch.h) know of each other, in words that are no header's of PyTorch: those alone take a second to
-// compile. That side is compiled once for all builds.
+// What a build and PyTorch's side (pytorch.h) know of each other, in words that are no header's of PyTorch:
+// those alone take a second to compile. That side is compiled once for all builds.
 //
-// An `Entry` is a launcher as an operator. `parallel_for` threads the CPU kernels with PyTorch's own thread pool. tensor.h has a
-// launcher's tensors with their sizes, sized.h what `Entry` has to know of these.
+// An `Entry` is a launcher as an operator. `parallel_for` threads the CPU kernels with PyTorch's own thread
+// pool. tensor.h has a launcher's tensors with their sizes, sized.h what `Entry` has to know of these.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -33,11 +33,13 @@ enum : int8_t { kInteger = -4, kReal, kFlag, kStream };
 template <class T> struct Element;
 template <class T> struct Parameter;
 template <class T> constexpr bool is_sized = false;  // does it take a tensor with its sizes?
-#define INLINE_LOADER_ELEMENT(T, number) \
-  template <> struct Element<T> { static constexpr int8_t kind = number; };
-#define INLINE_LOADER_PARAMETER(T, number, member)                   \
-  template <> struct Parameter<T> {                                  \
-    static constexpr int8_t kind = number;                           \
+#define INLINE_LOADER_ELEMENT(T, number)   \
+  template <> struct Element<T> {          \
+    static constexpr int8_t kind = number; \
+  };
+#define INLINE_LOADER_PARAMETER(T, number, member)                    \
+  template <> struct Parameter<T> {                                   \
+    static constexpr int8_t kind = number;                            \
     static T of(const Argument& argument) { return argument.member; } \
   };
 INLINE_LOADER_ELEMENT(uint8_t, 0)
@@ -70,7 +72,8 @@ struct Launcher {
   int count;
   bool sized;  // does any parameter take a tensor's sizes?
   bool asked;  // does it return a number, and launch nothing? it is given sizes without data
-  int64_t (*run)(const Argument* arguments, const Sizes* sizes);  // sizes: of each parameter, read where it takes them
+  int64_t (*run)(const Argument* arguments,
+                 const Sizes* sizes);                  // sizes: of each parameter, read where it takes them
   void (*boxed)(uint64_t* stack, uint64_t, uint64_t);  // as PyTorch's stable ABI calls it
 };
 
@@ -78,9 +81,10 @@ struct Launcher {
 struct Host {
   void (*add)(const char* name_space, const char* dispatch_key, const Launcher* const* launchers, int count);
   void (*call)(const Launcher& launcher, uint64_t* stack);
-  void (*parallel_for)(int64_t count, int64_t grain, void (*body)(const void* context, int64_t begin, int64_t end),
-                       const void* context);
-  // Memory on the current device, ordered as its current stream is: null for no bytes. `memory` is to be given back.
+  void (*parallel_for)(int64_t count, int64_t grain,
+                       void (*body)(const void* context, int64_t begin, int64_t end), const void* context);
+  // Memory on the current device, ordered as its current stream is: null for no bytes. `memory` is to be
+  // given back.
   void* (*allocate)(int64_t bytes, void** memory);
   void (*release)(void* memory);
 };
@@ -94,7 +98,8 @@ template <class T> T argument(const Argument* arguments, const Sizes* sizes, siz
 // Not by decltype(function): nvcc writes a launcher's name there, which may be overloaded.
 template <auto function, const char* const* names> struct Entry;
 template <class R, class... T, R (*function)(T...), const char* const* names> struct Entry<function, names> {
-  template <size_t... I> static R run_with(const Argument* arguments, const Sizes* sizes, std::index_sequence<I...>) {
+  template <size_t... I>
+  static R run_with(const Argument* arguments, const Sizes* sizes, std::index_sequence<I...>) {
     return function(argument<T>(arguments, sizes, I)...);
   }
   static int64_t run(const Argument* arguments, const Sizes* sizes) {
@@ -104,7 +109,8 @@ template <class R, class... T, R (*function)(T...), const char* const* names> st
   }
   static void boxed(uint64_t* stack, uint64_t, uint64_t) { host->call(launcher, stack); }
   static constexpr int8_t kinds[] = {Parameter<T>::kind..., 0};
-  static constexpr Launcher launcher{names, kinds, sizeof...(T), (is_sized<T> || ...), !std::is_void_v<R>, run, boxed};
+  static constexpr Launcher launcher{names, kinds, sizeof...(T), (is_sized<T> || ...), !std::is_void_v<R>,
+                                     run,   boxed};
 };
 
 }  // namespace inline_loader

@@ -1,8 +1,8 @@
 // PyTorch's side of every operator (host.h), compiled once for all builds.
 //
-// A `Call` reads one operator call's arguments as the launcher's parameters say, checked: device, dtype and contiguity.
-// It exists twice, behind the same names: on PyTorch's stable ABI (STABLE_ABI=1: torch 2.10 and later; compiles in about
-// a second) and on ATen (older releases).
+// A `Call` reads one operator call's arguments as the launcher's parameters say, checked: device, dtype and
+// contiguity. It exists twice, behind the same names: on PyTorch's stable ABI (STABLE_ABI=1: torch 2.10 and
+// later; compiles in about a second) and on ATen (older releases).
 #pragma once
 #include <cstdlib>
 #include <optional>
@@ -23,7 +23,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #ifdef WITH_CUDA
 extern "C" {  // not in every torch
-__attribute__((weak, visibility("default"))) int32_t aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t, void**);
+__attribute__((weak, visibility("default"))) int32_t aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t,
+                                                                                                 void**);
 __attribute__((weak, visibility("default"))) int32_t aoti_torch_cuda_caching_allocator_raw_delete(void*);
 }
 #endif
@@ -112,7 +113,8 @@ struct Allocator {
   static constexpr bool is_raw() { return false; }
 #endif
   [[noreturn]] static void fail(int64_t bytes) {
-    throw std::runtime_error("out of memory: expected " + std::to_string(bytes) + " bytes for a launcher's scratch");
+    throw std::runtime_error("out of memory: expected " + std::to_string(bytes) +
+                             " bytes for a launcher's scratch");
   }
 
   static void* allocate(int64_t bytes, void** memory) {
@@ -135,7 +137,8 @@ struct Allocator {
     const int64_t stride = 1;
     AtenTensorHandle tensor = nullptr;
     void* data = nullptr;
-    if (aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), type, device, &tensor) != TORCH_SUCCESS)
+    if (aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), type, device, &tensor) !=
+        TORCH_SUCCESS)
       fail(bytes);
     *memory = tensor;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &data));
@@ -167,11 +170,12 @@ inline bool takes_stream(const Launcher& launcher) {
   return launcher.count > 0 && launcher.kinds[launcher.count - 1] == kStream;
 }
 
-// Runs a launcher on its tensors' device, on PyTorch's current stream there, which is its last argument where it takes one. sizes: of
-// each of its tensors, where it takes them.
+// Runs a launcher on its tensors' device, on PyTorch's current stream there, which is its last argument where
+// it takes one. sizes: of each of its tensors, where it takes them.
 inline int64_t launch(const Launcher& launcher, int device, Argument* arguments, const Sizes* sizes) {
 #ifdef WITH_CUDA
-  if (launcher.asked && device < 0) return launcher.run(arguments, sizes);  // of no tensor on a GPU: of the current one
+  if (launcher.asked && device < 0)
+    return launcher.run(arguments, sizes);  // of no tensor on a GPU: of the current one
   int current = -1;
   std::optional<DeviceGuard> guard;
   if (cudaGetDevice(&current); current != device) guard.emplace(device);
@@ -181,7 +185,8 @@ inline int64_t launch(const Launcher& launcher, int device, Argument* arguments,
 #ifdef WITH_CUDA
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess)
-    throw std::runtime_error(std::string(launcher.names[2]) + ": the launch failed: " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string(launcher.names[2]) +
+                             ": the launch failed: " + cudaGetErrorString(error));
 #endif
   return result;
 }
@@ -247,7 +252,8 @@ class Call {
                       : std::string("expected a CPU tensor, got one on another kind of device"));
 #endif
     if (tensor.numel() == 0) return nullptr;
-    if (held_bytes(tensor) == 0) fail(index, "expected a tensor with memory, got one whose storage was freed");
+    if (held_bytes(tensor) == 0)
+      fail(index, "expected a tensor with memory, got one whose storage was freed");
     return const_cast<void*>(static_cast<const void*>(tensor.data_ptr()));
   }
 
@@ -255,13 +261,15 @@ class Call {
     Sizes found;
     found.dims = tensor.dim();
     if (found.dims > kMostDims)
-      fail(index, "expected at most " + std::to_string(kMostDims) + " dimensions, got " + std::to_string(found.dims));
+      fail(index, "expected at most " + std::to_string(kMostDims) + " dimensions, got " +
+                      std::to_string(found.dims));
     for (int i = 0; i < found.dims; i++) found.sizes[i] = tensor.size(i);
     return found;
   }
 
   [[noreturn]] void fail(int index, const std::string& what) const {
-    throw std::runtime_error(std::string(launcher_.names[2]) + ": " + launcher_.names[3 + index] + ": " + what);
+    throw std::runtime_error(std::string(launcher_.names[2]) + ": " + launcher_.names[3 + index] + ": " +
+                             what);
   }
 
   const Launcher& launcher_;
@@ -278,14 +286,17 @@ inline void call(const Launcher& launcher, uint64_t* stack) { Call(launcher, sta
 #else
 struct Kernel : c10::OperatorKernel {
   explicit Kernel(const Launcher& launcher) : launcher(launcher) {}
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack stack) { Call(launcher, stack).run(); }
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack stack) {
+    Call(launcher, stack).run();
+  }
   const Launcher& launcher;
 };
 #endif
 
-// Registers operators for good: what would take them back at the end is never destroyed. Who asks about sizes alone may do so of tensors on
-// any device.
-inline void add(const char* name_space, const char* dispatch_key, const Launcher* const* launchers, int count) {
+// Registers operators for good: what would take them back at the end is never destroyed. Who asks about sizes
+// alone may do so of tensors on any device.
+inline void add(const char* name_space, const char* dispatch_key, const Launcher* const* launchers,
+                int count) {
 #if STABLE_ABI
   using Library = torch::stable::detail::StableLibrary;
   const auto library_of = [=](Library::Kind kind, const char* key) {
@@ -310,12 +321,14 @@ inline void add(const char* name_space, const char* dispatch_key, const Launcher
 #if STABLE_ABI
     implementation->impl(launcher.names[1], launcher.boxed);
 #else
-    implementation->impl(launcher.names[1], torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(launcher)));
+    implementation->impl(launcher.names[1],
+                         torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(launcher)));
 #endif
   }
 }
 
-inline void parallel_for(int64_t count, int64_t grain, void (*body)(const void*, int64_t, int64_t), const void* context) {
+inline void parallel_for(int64_t count, int64_t grain, void (*body)(const void*, int64_t, int64_t),
+                         const void* context) {
   const auto piece = [=](int64_t begin, int64_t end) { body(context, begin, end); };
 #if STABLE_ABI
   torch::stable::parallel_for(0, count, grain, piece);

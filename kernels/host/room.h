@@ -1,19 +1,23 @@
-// One allocation for all scratch of a launcher that is launched again and again: an allocation takes a microsecond of the host.
+// One allocation for all scratch of a launcher that is launched again and again: an allocation takes a
+// microsecond of the host.
 #pragma once
 #include <stdint.h>
 
 namespace inline_loader {
 
-// While one lives, its thread's small pieces of scratch lie in one piece of memory, of as many bytes as the call before took: `bytes`,
-// which becomes what this call takes. What has no room in it, as at the first call, is allocated by itself. Allocator: allocate(bytes,
-// memory) and release(memory), as of Host.
+// While one lives, its thread's small pieces of scratch lie in one piece of memory, of as many bytes as the
+// call before took: `bytes`, which becomes what this call takes. What has no room in it, as at the first
+// call, is allocated by itself. Allocator: allocate(bytes, memory) and release(memory), as of Host.
 template <class Allocator> class Room {
  public:
-  explicit Room(int64_t& bytes) : bytes_(bytes), size_(__atomic_load_n(&bytes, __ATOMIC_RELAXED)) { current = this; }
+  explicit Room(int64_t& bytes) : bytes_(bytes), size_(__atomic_load_n(&bytes, __ATOMIC_RELAXED)) {
+    current = this;
+  }
   Room(const Room&) = delete;
   ~Room() {
     current = nullptr;
-    if (used_ != size_) __atomic_store_n(&bytes_, used_, __ATOMIC_RELAXED);  // another thread may launch the same
+    if (used_ != size_)
+      __atomic_store_n(&bytes_, used_, __ATOMIC_RELAXED);  // another thread may launch the same
     if (memory_) Allocator::release(memory_);
   }
 

@@ -1,12 +1,13 @@
 // A launcher's tensors with their sizes, and memory for as long as it runs.
 //
-//   EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, double scale, cudaStream_t stream) {
+//   EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, double scale,
+//                       cudaStream_t stream) {
 //     const Scratch<float> sums(x.size(0) * weight.size(0), stream);
 //     kernel<<<blocks, threads, 0, stream>>>(y, sums, x, weight, float(scale), x.numel());
 //   }
 //
-// They are the host's: a kernel takes pointers, into which they turn by themselves. Tensors are contiguous. One without elements is
-// false and has no data: so is an output that nobody wants.
+// They are the host's: a kernel takes pointers, into which they turn by themselves. Tensors are contiguous.
+// One without elements is false and has no data: so is an output that nobody wants.
 #pragma once
 #include <stdexcept>
 #include <string>
@@ -23,12 +24,13 @@ struct Sizes {
 template <class T> struct View : Sizes {
   T* data = nullptr;
 
-  // Of dimension `index`, from the last one on where it is negative. Throws std::out_of_range where there is none.
+  // Of dimension `index`, from the last one on where it is negative. Throws std::out_of_range where there is
+  // none.
   int64_t size(int index) const {
     const int64_t at = index < 0 ? index + dims : index;
     if (at < 0 || at >= dims)
-      throw std::out_of_range("expected a tensor with a dimension " + std::to_string(index) + ", got one of " +
-                              std::to_string(dims) + " dimensions");
+      throw std::out_of_range("expected a tensor with a dimension " + std::to_string(index) +
+                              ", got one of " + std::to_string(dims) + " dimensions");
     return sizes[at];
   }
   int64_t numel() const {
@@ -51,9 +53,10 @@ template <class T> struct Out : inline_loader::View<T> {
   operator In<T>() const { return {{static_cast<const inline_loader::Sizes&>(*this), this->data}}; }
 };
 
-// `count` values of a launcher's own, uninitialised, from PyTorch's allocator: in a CUDA graph's pool while it is captured. On a GPU they
-// are ordered as `stream`, the launcher's, is: what was launched there before they are given back may use them. Throws
-// std::runtime_error where there is no memory, or for a negative count.
+// `count` values of a launcher's own, uninitialised, from PyTorch's allocator: in a CUDA graph's pool while
+// it is captured. On a GPU they are ordered as `stream`, the launcher's, is: what was launched there before
+// they are given back may use them. Throws std::runtime_error where there is no memory, or for a negative
+// count.
 template <class T> class Scratch {
  public:
 #ifdef __CUDACC__
@@ -74,7 +77,8 @@ template <class T> class Scratch {
  private:
   Scratch(int64_t count, int) {
     if (count < 0 || count > INT64_MAX / int64_t(sizeof(T)))
-      throw std::runtime_error("expected scratch memory for a number of values, got " + std::to_string(count));
+      throw std::runtime_error("expected scratch memory for a number of values, got " +
+                               std::to_string(count));
     if (count) data = static_cast<T*>(inline_loader::host->allocate(count * int64_t(sizeof(T)), &memory_));
   }
 

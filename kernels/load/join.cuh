@@ -1,8 +1,9 @@
-// Arrays channels last side by side: their channels, position by position, in one array (positions, C), or from there back. On the way
-// there what is convolved next is rounded to TF32 and gets the bias that its own convolution left out; on the way back that bias's
-// gradient is summed, in double and in a fixed order.
+// Arrays channels last side by side: their channels, position by position, in one array (positions, C), or
+// from there back. On the way there what is convolved next is rounded to TF32 and gets the bias that its own
+// convolution left out; on the way back that bias's gradient is summed, in double and in a fixed order.
 //
-// A block moves some rows of one part: a thread has the same channels in each, as many as fit into 16 bytes where the part's place allows.
+// A block moves some rows of one part: a thread has the same channels in each, as many as fit into 16 bytes
+// where the part's place allows.
 #pragma once
 #include <algorithm>
 
@@ -14,8 +15,9 @@ namespace load {
 constexpr int kRowsAtOnce = 4;         // of a thread: all are read before the first is written
 constexpr int64_t kJoinBlocks = 4096;  // so many, where there are rows for them
 
-// own (positions, C): the part, or null where nobody wants its gradient. bias, bias_gradient (C), or null. The rest is found by
-// `joined_of` and `split`: it stands from channel `first` on; partial (C, chunks) are of each chunk's rows the sums.
+// own (positions, C): the part, or null where nobody wants its gradient. bias, bias_gradient (C), or null.
+// The rest is found by `joined_of` and `split`: it stands from channel `first` on; partial (C, chunks) are of
+// each chunk's rows the sums.
 struct JoinPart {
   value_t* own;
   const value_t* bias;
@@ -34,7 +36,8 @@ template <int kParts> struct Joined {
   JoinPart of[kParts];
 };
 
-// A thread's share of a part's rows: f(k, where they stand in the part, where in `joined`) of some rows at a time, and then g(k, likewise).
+// A thread's share of a part's rows: f(k, where they stand in the part, where in `joined`) of some rows at a
+// time, and then g(k, likewise).
 template <int K, int kParts> struct JoinRows {
   const Joined<kParts>& all;
   const JoinPart& part;
@@ -46,7 +49,8 @@ template <int K, int kParts> struct JoinRows {
       : all(all), part(part), channel(int64_t(tile * part.lanes + threadIdx.x % part.lanes) * K),
         begin(chunk * all.rows + threadIdx.x / part.lanes), end(min((chunk + 1) * all.rows, all.positions)),
         step(kPlaneThreads / part.lanes), active(threadIdx.x / part.lanes < step && channel < part.C) {}
-  template <class F, class G, class H> __device__ __forceinline__ void each(const F& f, const G& g, const H& after) const {
+  template <class F, class G, class H>
+  __device__ __forceinline__ void each(const F& f, const G& g, const H& after) const {
     if (!active) return;
     const auto some = [&](int64_t row, const auto& f) {
 #pragma unroll
@@ -60,7 +64,8 @@ template <int K, int kParts> struct JoinRows {
   }
 };
 
-template <int kParts> __global__ void __launch_bounds__(kPlaneThreads, 3) join_kernel(const __grid_constant__ Joined<kParts> all) {
+template <int kParts>
+__global__ void __launch_bounds__(kPlaneThreads, 3) join_kernel(const __grid_constant__ Joined<kParts> all) {
   await_previous_kernel();
   unsigned tile = blockIdx.x % all.tiles, which = 0;
   while (tile >= all.of[which].tiles) tile -= all.of[which++].tiles;
@@ -73,21 +78,23 @@ template <int kParts> __global__ void __launch_bounds__(kPlaneThreads, 3) join_k
     if (part.bias && rows.active)
 #pragma unroll
       for (int i = 0; i < K; i++) bias.at[i] = part.bias[rows.channel + i];
-    rows.each(
-        [&](int k, int64_t own, int64_t) { values[k] = *reinterpret_cast<const Memory<value_t, K>*>(part.own + own); },
-        [&](int k, int64_t, int64_t joined) {
+    rows.each([&](int k, int64_t own,
+                  int64_t) { values[k] = *reinterpret_cast<const Memory<value_t, K>*>(part.own + own); },
+              [&](int k, int64_t, int64_t joined) {
 #pragma unroll
-          for (int i = 0; i < K; i++) {
-            if (part.bias) values[k].at[i] = value_t(real(values[k].at[i]) + real(bias.at[i]));  // else -0 stays
-            if (part.rounds) values[k].at[i] = nearest_tf32(values[k].at[i]);
-          }
-          put(all.joined + joined, values[k]);
-        },
-        [] {});
+                for (int i = 0; i < K; i++) {
+                  if (part.bias)
+                    values[k].at[i] = value_t(real(values[k].at[i]) + real(bias.at[i]));  // else -0 stays
+                  if (part.rounds) values[k].at[i] = nearest_tf32(values[k].at[i]);
+                }
+                put(all.joined + joined, values[k]);
+              },
+              [] {});
   });
 }
 
-template <int kParts> __global__ void __launch_bounds__(kPlaneThreads, 3) split_kernel(const __grid_constant__ Joined<kParts> all) {
+template <int kParts>
+__global__ void __launch_bounds__(kPlaneThreads, 3) split_kernel(const __grid_constant__ Joined<kParts> all) {
   await_previous_kernel();
   __shared__ double shared[kPack][kPlaneThreads];  // a thread's sums
   unsigned tile = blockIdx.x % all.tiles, which = 0;
@@ -101,7 +108,9 @@ template <int kParts> __global__ void __launch_bounds__(kPlaneThreads, 3) split_
     double sums[K] = {};
     real few[K] = {};  // of rows at once: what cancels leaves no rounding errors of large sums
     rows.each(
-        [&](int k, int64_t, int64_t joined) { values[k] = *reinterpret_cast<const Memory<value_t, K>*>(all.joined + joined); },
+        [&](int k, int64_t, int64_t joined) {
+          values[k] = *reinterpret_cast<const Memory<value_t, K>*>(all.joined + joined);
+        },
         [&](int k, int64_t own, int64_t) {
 #pragma unroll
           for (int i = 0; i < K; i++) {
@@ -129,12 +138,14 @@ template <int kParts> __global__ void __launch_bounds__(kPlaneThreads, 3) split_
     }
     if (threadIdx.x < part.lanes && rows.active)
 #pragma unroll
-      for (int i = 0; i < K; i++) part.partial[(rows.channel + i) * all.chunks + chunk] = shared[i][threadIdx.x];
+      for (int i = 0; i < K; i++)
+        part.partial[(rows.channel + i) * all.chunks + chunk] = shared[i][threadIdx.x];
   });
 }
 
 // out (C): of partial (C, chunks) the sums. A block has a channel.
-__global__ void __launch_bounds__(kPlaneThreads) join_bias_kernel(value_t* out, const double* partial, int64_t chunks) {
+__global__ void __launch_bounds__(kPlaneThreads)
+    join_bias_kernel(value_t* out, const double* partial, int64_t chunks) {
   await_previous_kernel();
   double sum = 0;
   for (int64_t i = threadIdx.x; i < chunks; i += kPlaneThreads) sum += partial[blockIdx.x * chunks + i];
@@ -153,7 +164,8 @@ inline unsigned width_of(const JoinPart& part, const value_t* joined, int64_t C)
   return width;
 }
 
-template <int kParts> Joined<kParts> joined_of(const value_t* joined, int64_t positions, const JoinPart (&parts)[kParts]) {
+template <int kParts>
+Joined<kParts> joined_of(const value_t* joined, int64_t positions, const JoinPart (&parts)[kParts]) {
   Joined<kParts> all{const_cast<value_t*>(joined), positions, 0, 0, 0, 0, {}};
   for (const JoinPart& part : parts) all.C += part.C;
   int64_t first = 0, least = kPlaneThreads;  // rows that a block's threads have at a time
@@ -174,13 +186,15 @@ template <int kParts> Joined<kParts> joined_of(const value_t* joined, int64_t po
   return all;
 }
 
-template <int kParts> void join(value_t* out, int64_t positions, const JoinPart (&parts)[kParts], cudaStream_t stream) {
+template <int kParts>
+void join(value_t* out, int64_t positions, const JoinPart (&parts)[kParts], cudaStream_t stream) {
   const Joined<kParts> all = joined_of(out, positions, parts);
   if (all.chunks) launch_early(join_kernel<kParts>, all.chunks * all.tiles, kPlaneThreads, stream, all);
 }
 
 // from (positions, C) -> the parts' own.
-template <int kParts> void split(const value_t* from, int64_t positions, const JoinPart (&parts)[kParts], cudaStream_t stream) {
+template <int kParts>
+void split(const value_t* from, int64_t positions, const JoinPart (&parts)[kParts], cudaStream_t stream) {
   Joined<kParts> all = joined_of(from, positions, parts);
   if (!all.chunks) return;
   int64_t summed = 0;
@@ -191,7 +205,9 @@ template <int kParts> void split(const value_t* from, int64_t positions, const J
     if (part.bias_gradient) part.partial = room, room += part.C * all.chunks;
   launch_early(split_kernel<kParts>, all.chunks * all.tiles, kPlaneThreads, stream, all);
   for (const JoinPart& part : all.of)
-    if (part.partial) launch_early(join_bias_kernel, part.C, kPlaneThreads, stream, part.bias_gradient, part.partial, all.chunks);
+    if (part.partial)
+      launch_early(join_bias_kernel, part.C, kPlaneThreads, stream, part.bias_gradient, part.partial,
+                   all.chunks);
 }
 
 }  // namespace load

@@ -1,5 +1,5 @@
-// A block's share of planes, or of samples, where arrays are channels last: lanes side by side have neighbouring channels. A pass by sample
-// takes positions whose channels are several lanes'.
+// A block's share of planes, or of samples, where arrays are channels last: lanes side by side have
+// neighbouring channels. A pass by sample takes positions whose channels are several lanes'.
 #pragma once
 #include "load/points.cuh"
 #include "load/shared.cuh"
@@ -17,7 +17,8 @@ HOST_DEVICE unsigned lanes_across(int64_t C, int K) {
   return best;
 }
 
-// A lane's sums and moments of K channels; see Sum and ShiftedSums. turn: a point's, of each Sum::kFew, known where loops are unrolled.
+// A lane's sums and moments of K channels; see Sum and ShiftedSums. turn: a point's, of each Sum::kFew, known
+// where loops are unrolled.
 template <int K> struct SumsAcross {
   const int& turn;
   real few[K] = {};
@@ -56,9 +57,10 @@ template <int K, bool kPool> struct LargestAcross {
 template <class Pass, class = void> constexpr bool has_windows = false;
 template <class Pass> constexpr bool has_windows<Pass, std::enable_if_t<Pass::kWindows>> = true;
 
-// Channels last: registers are full of what a pass has by channel, kHeld small values and kSums sums, and of what it computes of a point in
-// about kInstructions. kWrites: at positions. Such a pass has several points at once where it computes little, or its registers would spill: at
-// most kMostAtOnce instructions, a sum counted as kOfASum.
+// Channels last: registers are full of what a pass has by channel, kHeld small values and kSums sums, and of
+// what it computes of a point in about kInstructions. kWrites: at positions. Such a pass has several points
+// at once where it computes little, or its registers would spill: at most kMostAtOnce instructions, a sum
+// counted as kOfASum.
 constexpr int kMostAtOnce = 24, kOfASum = 8;
 template <class Pass, class = void> struct Last {
   static constexpr int channels = kPack, at_once = 1, blocks = channels * sizeof(real) > 16 ? 2 : 3;
@@ -67,13 +69,19 @@ template <class Pass, class = void> struct Last {
 template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {
   static constexpr bool few = !Pass::kSums && Pass::kHeld <= 4;
   static constexpr int held = Pass::kHeld + 3 * Pass::kSums;  // by a channel
-  static constexpr bool writes = Pass::kWrites, is_much = Pass::kInstructions + kOfASum * Pass::kSums > kMostAtOnce;
-  static constexpr int channels = Pass::kSingle ? 1 : few ? kPack : 4, at_once = held > 16 || (writes && (has_windows<Pass> || is_much)) ? 1 : Sum::kFew;
-  static constexpr int blocks = (few ? channels : 4) * sizeof(real) > 16 || held > (at_once > 1 ? 7 : 9) ? 2 : 3;
+  static constexpr bool writes = Pass::kWrites,
+                        is_much = Pass::kInstructions + kOfASum * Pass::kSums > kMostAtOnce;
+  static constexpr int channels = Pass::kSingle ? 1
+                                  : few         ? kPack
+                                                : 4,
+                       at_once = held > 16 || (writes && (has_windows<Pass> || is_much)) ? 1 : Sum::kFew;
+  static constexpr int blocks =
+      (few ? channels : 4) * sizeof(real) > 16 || held > (at_once > 1 ? 7 : 9) ? 2 : 3;
 };
 
-// A lane's share of some planes, where arrays are channels last: K channels side by side at some positions. C is a multiple of K. Rows of
-// lanes_across lanes take positions in turn. A lane behind the last channel stands for it and does nothing.
+// A lane's share of some planes, where arrays are channels last: K channels side by side at some positions. C
+// is a multiple of K. Rows of lanes_across lanes take positions in turn. A lane behind the last channel
+// stands for it and does nothing.
 template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   static_assert(kAtOnce == 1 || kAtOnce == Sum::kFew);
   using ThePoint = Point<K, (K > 1)>;
@@ -124,9 +132,7 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   __device__ __forceinline__ LargestAcross<K, false> largest_value() const { return {}; }
   __device__ __forceinline__ LargestAcross<K, true> pool_largest() const { return {}; }
   // One of a plane's `parts` values.
-  __device__ void reduce(double* out, const SumsAcross<K>& sums) const {
-    put(out, added(sums.total));
-  }
+  __device__ void reduce(double* out, const SumsAcross<K>& sums) const { put(out, added(sums.total)); }
   // All are shifted by the block's first shift, then added.
   __device__ void reduce(Moments<double>* out, const MomentsAcross<K>& own) const {
     __shared__ real shifts[32 * K];
@@ -138,13 +144,15 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
 #pragma unroll
     for (int i = 0; i < K; i++) {
       const double count = own.count, d = own.count == 0 ? 0 : own.shift[i] - double(shifts[lane() * K + i]);
-      counts[i] = count, sum[i] = own.sum[i] + count * d, square[i] = own.square[i] + d * (2 * double(own.sum[i]) + count * d);
+      counts[i] = count, sum[i] = own.sum[i] + count * d,
+      square[i] = own.square[i] + d * (2 * double(own.sum[i]) + count * d);
     }
     const double all[] = {added(counts), added(sum), added(square)};
     put(out, Moments<double>::from_shifted(all[0], shifts[threadIdx.x % (32 * K)], all[1], all[2]));
     __syncthreads();  // shifts may be written again
   }
-  template <bool kPool> __device__ void reduce(Largest<kPool>* out, const LargestAcross<K, kPool>& across) const {
+  template <bool kPool>
+  __device__ void reduce(Largest<kPool>* out, const LargestAcross<K, kPool>& across) const {
     constexpr int kWarps = kPlaneThreads / 32;
     __shared__ real most[kWarps * 32 * K];
     __shared__ int place[kWarps * 32 * K];
@@ -170,9 +178,11 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
  private:
   __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes)
       : LastPlane(extent, values, parts, lanes, (unsigned(extent.C) + lanes * K - 1) / (lanes * K)) {}
-  __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes, unsigned tiles)
-      : n(block<order>() / tiles / parts), c{first_of(lanes, tiles, extent)}, extent_(extent), values_(values),
-        tile_(block<order>() % tiles), part_(block<order>() / tiles % parts), parts_(parts), lanes_(lanes),
+  __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes,
+                       unsigned tiles)
+      : n(block<order>() / tiles / parts), c{first_of(lanes, tiles, extent)}, extent_(extent),
+        values_(values), tile_(block<order>() % tiles), part_(block<order>() / tiles % parts), parts_(parts),
+        lanes_(lanes),
         active_((block<order>() % tiles * lanes + threadIdx.x % lanes) * K < unsigned(extent.C)) {}
   static __device__ int64_t first_of(unsigned lanes, unsigned tiles, const Extent& extent) {
     const unsigned first = (block<order>() % tiles * lanes + threadIdx.x % lanes) * K;
@@ -181,7 +191,8 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   __device__ __forceinline__ unsigned lane() const { return threadIdx.x % lanes_; }
   __device__ __forceinline__ int first() const { return int((part_ * kPlaneThreads + threadIdx.x) / lanes_); }
   __device__ __forceinline__ int step() const { return int(parts_ * kPlaneThreads / lanes_); }
-  __device__ __forceinline__ ThePoint point(const Extent& extent, int position, Later* later = nullptr) const {
+  __device__ __forceinline__ ThePoint point(const Extent& extent, int position,
+                                            Later* later = nullptr) const {
     return {extent, values_, n, c, extent_.C, position, 0, true, true, later};
   }
   // The sum over all lanes of a channel, in a fixed order: in thread t that of the tile's channel t.
@@ -204,7 +215,8 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   }
   template <class T> __device__ void put(T* out, const T& value) const {
     const unsigned channel = tile_ * lanes_ * K + threadIdx.x;
-    if (threadIdx.x < lanes_ * K && channel < unsigned(extent_.C)) out[(n * extent_.C + channel) * parts_ + part_] = value;
+    if (threadIdx.x < lanes_ * K && channel < unsigned(extent_.C))
+      out[(n * extent_.C + channel) * parts_ + part_] = value;
   }
   const Extent& extent_;
   const value_t* values_;
@@ -213,8 +225,9 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   int turn_ = 0;
 };
 
-// A position of a pass by sample, whose channels some lanes share: each has K neighbouring ones, and then the next; where there are many, kPacks of
-// them, which it reads together. One that is not `active` has no channels.
+// A position of a pass by sample, whose channels some lanes share: each has K neighbouring ones, and then the
+// next; where there are many, kPacks of them, which it reads together. One that is not `active` has no
+// channels.
 constexpr int kPacks = 4;
 HOST_DEVICE unsigned lanes_of_row(int64_t C, int K) {
   const int64_t packs = (C + K - 1) / K;
@@ -234,7 +247,9 @@ template <int K> struct RowPoint : Point<1> {
   }
   template <class F> __device__ __forceinline__ void channels(int64_t count, const F& f) const {
     const int end = active ? int(count) : 0, step = int(sharing.lanes) * K;
-    const auto point = [&](int i) { f(Point<K, (K > 1)>{extent, values, n, Channels<K>{i}, count, position, 0, true}); };
+    const auto point = [&](int i) {
+      f(Point<K, (K > 1)>{extent, values, n, Channels<K>{i}, count, position, 0, true});
+    };
     int i = int(sharing.lane()) * K;
     for (; i + (kPacks - 1) * step < end; i += kPacks * step)
 #pragma unroll
@@ -253,7 +268,8 @@ template <int K> struct RowPoint : Point<1> {
     for (int i = 1; i < K; i++) sum += lane_of(x, i);
     return sharing.sum(sum);
   }
-  template <int sign> __device__ __forceinline__ Extreme<sign, real> all(const Extreme<sign, Terms>& x) const {
+  template <int sign>
+  __device__ __forceinline__ Extreme<sign, real> all(const Extreme<sign, Terms>& x) const {
     Extreme<sign, real> best = x.of_lane(0);
 #pragma unroll
     for (int i = 1; i < K; i++) best.merge(x.of_lane(i));
@@ -266,7 +282,8 @@ template <int K, Order order> class Rows : public SharedPoints<order> {
  public:
   const int64_t n, c = 0;
   __device__ Rows(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing)
-      : n(block<order>() / parts), extent_(extent), values_(values), sharing_(sharing), part_(block<order>() % parts), parts_(parts) {}
+      : n(block<order>() / parts), extent_(extent), values_(values), sharing_(sharing),
+        part_(block<order>() % parts), parts_(parts) {}
   template <class F> __device__ __forceinline__ void each(const F& f) {
     const int S = extent_.positions(), own = int(sharing_.point()), step = int(sharing_.points());
     for (int i = int(part_) * step; i < S; i += int(parts_) * step) {  // a block together

@@ -1,5 +1,5 @@
-// K neighbouring values that a thread treats alike, with a number's operations: loads and stores of 16 bytes, and as many
-// chains of arithmetic that don't wait for one another.
+// K neighbouring values that a thread treats alike, with a number's operations: loads and stores of 16 bytes,
+// and as many chains of arithmetic that don't wait for one another.
 #pragma once
 #include "core/math.h"
 #include "core/scalar.h"
@@ -12,8 +12,12 @@ template <class E, int K> struct Pack {
   E at[K];
 };
 
-template <class T> struct IsPack { static constexpr bool value = false; };
-template <class E, int K> struct IsPack<Pack<E, K>> { static constexpr bool value = true; };
+template <class T> struct IsPack {
+  static constexpr bool value = false;
+};
+template <class E, int K> struct IsPack<Pack<E, K>> {
+  static constexpr bool value = true;
+};
 template <class T> constexpr bool is_pack = IsPack<T>::value;
 
 // An operand's value in lane i: a number is the same in all.
@@ -37,18 +41,27 @@ template <int K, class E> __device__ __forceinline__ Pack<E, K> splat(E value) {
   return result;
 }
 
-#define LOAD_BINARY(symbol)                                                                              \
-  template <class E, int K, class B>                                                                     \
-  __device__ __forceinline__ auto operator symbol(const Pack<E, K>& a, const B& b) {                     \
-    return lanes<K>([&](int i) { return a.at[i] symbol lane_of(b, i); });                                \
-  }                                                                                                      \
-  template <class A, class E, int K, class = std::enable_if_t<!is_pack<A>>>                              \
-  __device__ __forceinline__ auto operator symbol(const A& a, const Pack<E, K>& b) {                     \
-    return lanes<K>([&](int i) { return a symbol b.at[i]; });                                            \
+#define LOAD_BINARY(symbol)                                                          \
+  template <class E, int K, class B>                                                 \
+  __device__ __forceinline__ auto operator symbol(const Pack<E, K>& a, const B& b) { \
+    return lanes<K>([&](int i) { return a.at[i] symbol lane_of(b, i); });            \
+  }                                                                                  \
+  template <class A, class E, int K, class = std::enable_if_t<!is_pack<A>>>          \
+  __device__ __forceinline__ auto operator symbol(const A& a, const Pack<E, K>& b) { \
+    return lanes<K>([&](int i) { return a symbol b.at[i]; });                        \
   }
-LOAD_BINARY(+) LOAD_BINARY(-) LOAD_BINARY(*) LOAD_BINARY(/)
-LOAD_BINARY(>) LOAD_BINARY(>=) LOAD_BINARY(<) LOAD_BINARY(<=) LOAD_BINARY(==) LOAD_BINARY(!=)
-LOAD_BINARY(&) LOAD_BINARY(|)  // of truth values
+LOAD_BINARY(+)
+LOAD_BINARY(-)
+LOAD_BINARY(*)
+LOAD_BINARY(/)
+LOAD_BINARY(>)
+LOAD_BINARY(>=)
+LOAD_BINARY(<)
+LOAD_BINARY(<=)
+LOAD_BINARY(==)
+LOAD_BINARY(!=)
+LOAD_BINARY(&)
+LOAD_BINARY(|)  // of truth values
 #undef LOAD_BINARY
 template <class E, int K> __device__ __forceinline__ auto operator!(const Pack<E, K>& a) {
   return lanes<K>([&](int i) { return !a.at[i]; });
@@ -77,50 +90,77 @@ template <class E, int K> struct Traits<load::Pack<E, K>> {
   static constexpr int lanes = K;
 };
 
-#define LOAD_UNARY(name)                                                                      \
+#define LOAD_UNARY(name)                                                                           \
   template <class E, int K> __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> x) { \
-    return load::lanes<K>([&](int i) { return E(name(x.at[i])); });                           \
+    return load::lanes<K>([&](int i) { return E(name(x.at[i])); });                                \
   }
-#define LOAD_WITH_NUMBER(name)                                                                            \
-  template <class E, int K, class A> __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> x, A a) { \
-    return load::lanes<K>([&](int i) { return E(name(x.at[i], load::lane_of(a, i))); });                  \
+#define LOAD_WITH_NUMBER(name)                                                           \
+  template <class E, int K, class A>                                                     \
+  __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> x, A a) {            \
+    return load::lanes<K>([&](int i) { return E(name(x.at[i], load::lane_of(a, i))); }); \
   }
-#define LOAD_WITH_NUMBERS(name)                                                                            \
-  template <class E, int K, class A, class B>                                                              \
-  __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> x, A a, B b) {                         \
-    return load::lanes<K>([&](int i) { return E(name(x.at[i], load::lane_of(a, i), load::lane_of(b, i))); }); \
+#define LOAD_WITH_NUMBERS(name)                                                             \
+  template <class E, int K, class A, class B>                                               \
+  __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> x, A a, B b) {          \
+    return load::lanes<K>(                                                                  \
+        [&](int i) { return E(name(x.at[i], load::lane_of(a, i), load::lane_of(b, i))); }); \
   }
 LOAD_WITH_NUMBER(product)
 template <class A, class E, int K, class = std::enable_if_t<!load::is_pack<A>>>
 __device__ __forceinline__ load::Pack<E, K> product(A a, load::Pack<E, K> x) {
   return product(x, a);
 }
-#define LOAD_WITH_GRADIENT(name) LOAD_UNARY(name) LOAD_UNARY(name##_gradient)
-LOAD_WITH_GRADIENT(exp) LOAD_WITH_GRADIENT(exp2) LOAD_WITH_GRADIENT(log) LOAD_WITH_GRADIENT(log1p)
-LOAD_WITH_GRADIENT(expm1) LOAD_WITH_GRADIENT(tanh) LOAD_WITH_GRADIENT(sigmoid) LOAD_WITH_GRADIENT(silu)
-LOAD_WITH_GRADIENT(mish) LOAD_WITH_GRADIENT(erf) LOAD_WITH_GRADIENT(gelu) LOAD_WITH_GRADIENT(gelu_tanh)
-LOAD_WITH_GRADIENT(hardswish) LOAD_WITH_GRADIENT(hardsigmoid) LOAD_WITH_GRADIENT(sqrt) LOAD_WITH_GRADIENT(rsqrt)
-LOAD_UNARY(rounded) LOAD_UNARY(abs) LOAD_UNARY(relu) LOAD_UNARY(square) LOAD_UNARY(reciprocal)
-LOAD_WITH_NUMBER(elu) LOAD_WITH_NUMBER(elu_gradient)
-LOAD_WITH_NUMBERS(clamp) LOAD_WITH_NUMBERS(softplus) LOAD_WITH_NUMBERS(softplus_gradient)
+#define LOAD_WITH_GRADIENT(name) \
+  LOAD_UNARY(name)               \
+  LOAD_UNARY(name##_gradient)
+LOAD_WITH_GRADIENT(exp)
+LOAD_WITH_GRADIENT(exp2)
+LOAD_WITH_GRADIENT(log)
+LOAD_WITH_GRADIENT(log1p)
+LOAD_WITH_GRADIENT(expm1)
+LOAD_WITH_GRADIENT(tanh)
+LOAD_WITH_GRADIENT(sigmoid)
+LOAD_WITH_GRADIENT(silu)
+LOAD_WITH_GRADIENT(mish)
+LOAD_WITH_GRADIENT(erf)
+LOAD_WITH_GRADIENT(gelu)
+LOAD_WITH_GRADIENT(gelu_tanh)
+LOAD_WITH_GRADIENT(hardswish)
+LOAD_WITH_GRADIENT(hardsigmoid)
+LOAD_WITH_GRADIENT(sqrt)
+LOAD_WITH_GRADIENT(rsqrt)
+LOAD_UNARY(rounded)
+LOAD_UNARY(abs)
+LOAD_UNARY(relu)
+LOAD_UNARY(square)
+LOAD_UNARY(reciprocal)
+LOAD_WITH_NUMBER(elu)
+LOAD_WITH_NUMBER(elu_gradient)
+LOAD_WITH_NUMBERS(clamp)
+LOAD_WITH_NUMBERS(softplus)
+LOAD_WITH_NUMBERS(softplus_gradient)
 #undef LOAD_UNARY
 #undef LOAD_WITH_NUMBER
 #undef LOAD_WITH_NUMBERS
 #undef LOAD_WITH_GRADIENT
 
-// Of a pack and a pack or a number. math.h's own templates take any two types, so each of these has to fit better.
-#define LOAD_EXTREME(name)                                                                                    \
-  template <class E, int K>                                                                                   \
-  __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> a, load::Pack<E, K> b) {                  \
-    return load::lanes<K>([&](int i) { return E(name(a.at[i], b.at[i])); });                                  \
-  }                                                                                                           \
-  template <class E, int K, class B> __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> a, B b) { \
-    return load::lanes<K>([&](int i) { return E(name(a.at[i], E(b))); });                                     \
-  }                                                                                                           \
-  template <class E, int K, class A> __device__ __forceinline__ load::Pack<E, K> name(A a, load::Pack<E, K> b) { \
-    return load::lanes<K>([&](int i) { return E(name(E(a), b.at[i])); });                                     \
+// Of a pack and a pack or a number. math.h's own templates take any two types, so each of these has to fit
+// better.
+#define LOAD_EXTREME(name)                                                                   \
+  template <class E, int K>                                                                  \
+  __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> a, load::Pack<E, K> b) { \
+    return load::lanes<K>([&](int i) { return E(name(a.at[i], b.at[i])); });                 \
+  }                                                                                          \
+  template <class E, int K, class B>                                                         \
+  __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> a, B b) {                \
+    return load::lanes<K>([&](int i) { return E(name(a.at[i], E(b))); });                    \
+  }                                                                                          \
+  template <class E, int K, class A>                                                         \
+  __device__ __forceinline__ load::Pack<E, K> name(A a, load::Pack<E, K> b) {                \
+    return load::lanes<K>([&](int i) { return E(name(E(a), b.at[i])); });                    \
   }
-LOAD_EXTREME(minimum) LOAD_EXTREME(maximum)
+LOAD_EXTREME(minimum)
+LOAD_EXTREME(maximum)
 #undef LOAD_EXTREME
 
 // With a number as mask math.h's own select does.

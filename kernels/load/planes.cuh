@@ -1,8 +1,9 @@
-// A pass over the positions of a level, by (sample, channel) or, without channels, by sample. Blocks share planes in
-// `parts`; their sums are merged later, in their order.
+// A pass over the positions of a level, by (sample, channel) or, without channels, by sample. Blocks share
+// planes in `parts`; their sums are merged later, in their order.
 //
-// A thread takes kPack neighbours (load/points.cuh) at a time, at multiples of so many in the whole array; what stands before the first and
-// after the last such in a plane goes alone. Channels last shares are load/last.cuh's, and those of points of many terms load/shared.cuh's.
+// A thread takes kPack neighbours (load/points.cuh) at a time, at multiples of so many in the whole array;
+// what stands before the first and after the last such in a plane goes alone. Channels last shares are
+// load/last.cuh's, and those of points of many terms load/shared.cuh's.
 #pragma once
 #include "load/last.cuh"
 #include "load/points.cuh"
@@ -16,8 +17,9 @@ template <bool kScalar, int kAtOnce, Order order> class Plane {
  public:
   const int64_t n, c;
   __device__ Plane(const Extent& extent, const value_t* values, unsigned parts)
-      : n(block<order>() / parts / unsigned(extent.C)), c(block<order>() / parts % unsigned(extent.C)), extent_(extent), values_(values),
-        plane_(block<order>() / parts), part_(block<order>() % parts), parts_(parts) {}
+      : n(block<order>() / parts / unsigned(extent.C)), c(block<order>() / parts % unsigned(extent.C)),
+        extent_(extent), values_(values), plane_(block<order>() / parts), part_(block<order>() % parts),
+        parts_(parts) {}
 
   template <class F> __device__ __forceinline__ void each(const F& f) {
     const int S = extent_.positions();
@@ -25,7 +27,8 @@ template <bool kScalar, int kAtOnce, Order order> class Plane {
     if constexpr (kScalar) {
       for (int i = first; i < S; i += step) f(point<1>(i));
     } else {
-      const int before = int(int64_t(plane_) * S % kPack), stride = step * kPack;  // before: of the plane's first pack
+      const int before = int(int64_t(plane_) * S % kPack),
+                stride = step * kPack;  // before: of the plane's first pack
       const auto some = [&](int i) {
         if (i >= 0 && i + kPack <= S) {
           f(point<kPack>(i));
@@ -47,12 +50,14 @@ template <bool kScalar, int kAtOnce, Order order> class Plane {
   template <class P, class F> __device__ __forceinline__ void rest(P, const Extent& fine, const F& f) const {
     static_assert(P::kApart);
     const int D = extent_.D * P::depth(fine), H = extent_.H * P::height(fine), W = extent_.W * P::width(fine);
-    const int right = fine.W - W, below = (fine.H - H) * fine.W, first = int(part_ * blockDim.x + threadIdx.x);
+    const int right = fine.W - W, below = (fine.H - H) * fine.W,
+              first = int(part_ * blockDim.x + threadIdx.x);
     const auto each_of = [&](int count, const auto& position) {
       for (int i = first; i < count; i += int(parts_ * blockDim.x))
         f(Point<1>{fine, values_, n, c, extent_.C, position(i), 0, true});
     };
-    each_of(D * H * right, [&](int i) { return (i / right / H * fine.H + i / right % H) * fine.W + W + i % right; });
+    each_of(D * H * right,
+            [&](int i) { return (i / right / H * fine.H + i / right % H) * fine.W + W + i % right; });
     each_of(D * below, [&](int i) { return (i / below * fine.H + H) * fine.W + i % below; });
     each_of((fine.D - D) * fine.H * fine.W, [&](int i) { return D * fine.H * fine.W + i; });
   }
@@ -90,10 +95,12 @@ template <class Pass, class = void> constexpr bool only_reads = false;
 template <class Pass> constexpr bool only_reads<Pass, std::enable_if_t<!Pass::kWrites>> = true;
 
 // kBlocks: of a multiprocessor, at least. Rows take more registers.
-constexpr int kPlaneBlocks = kPack * sizeof(real) > 16 ? 2 : 4, kRowBlocks = kPack * sizeof(real) > 16 ? 2 : 3;
+constexpr int kPlaneBlocks = kPack * sizeof(real) > 16 ? 2 : 4,
+              kRowBlocks = kPack * sizeof(real) > 16 ? 2 : 3;
 template <int kBlocks, class ThePlane, class Pass, class... Lanes>
 __global__ void __launch_bounds__(kPlaneThreads, kBlocks)
-planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts, Lanes... lanes) {
+    planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts,
+                  Lanes... lanes) {
   await_previous_kernel();
   ThePlane plane(extent, values, parts, lanes...);
   pass(plane);
@@ -106,20 +113,25 @@ template <Order order> struct Parts {
 inline Parts<Order::kUp> up(int64_t count) { return {count}; }
 inline Parts<Order::kDown> down(int64_t count) { return {count}; }
 
-// values: the convolution's, or null. A part has at most 2³¹ positions. K: channels a lane, or 1 where there is no multiple of K.
+// values: the convolution's, or null. A part has at most 2³¹ positions. K: channels a lane, or 1 where there
+// is no multiple of K.
 template <int K, class Pass, Order order>
-void in_last_planes(const Pass& pass, const Extent& extent, const value_t* values, Parts<order> parts, cudaStream_t stream) {
+void in_last_planes(const Pass& pass, const Extent& extent, const value_t* values, Parts<order> parts,
+                    cudaStream_t stream) {
   if constexpr (K > 1) {
     if (extent.C % K) return in_last_planes<1>(pass, extent, values, parts, stream);
   }
   using ThePlane = LastPlane<K, Last<Pass>::at_once, Last<Pass>::writes, order>;
   constexpr int kBlocks = Last<Pass>::blocks;
-  const int64_t across = int64_t(K) * lanes_across(extent.C, K), blocks = extent.N * ((extent.C + across - 1) / across) * parts.count;
+  const int64_t across = int64_t(K) * lanes_across(extent.C, K),
+                blocks = extent.N * ((extent.C + across - 1) / across) * parts.count;
   if (!blocks || !extent.positions()) return;
-  launch_early(planes_kernel<kBlocks, ThePlane, Pass>, blocks, kPlaneThreads, stream, pass, extent, values, unsigned(parts.count));
+  launch_early(planes_kernel<kBlocks, ThePlane, Pass>, blocks, kPlaneThreads, stream, pass, extent, values,
+               unsigned(parts.count));
 }
 template <class Pass, Order order>
-void planes(const Pass& pass, const Extent& extent, const value_t* values, Parts<order> parts, cudaStream_t stream) {
+void planes(const Pass& pass, const Extent& extent, const value_t* values, Parts<order> parts,
+            cudaStream_t stream) {
   if constexpr (kLast) {
     in_last_planes<Last<Pass>::channels>(pass, extent, values, parts, stream);
   } else {
@@ -128,15 +140,18 @@ void planes(const Pass& pass, const Extent& extent, const value_t* values, Parts
     if (!blocks || !S) return;
     const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts.count + 1;
     const unsigned threads = packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
-    launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass>, blocks, threads, stream, pass, extent, values, unsigned(parts.count));
+    launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass>, blocks, threads, stream, pass, extent, values,
+                 unsigned(parts.count));
   }
 }
 
 // Of a pass whose points' windows are whole axes, of so many terms, side by side in a plane if is_row.
 template <class Pass, Order order>
-void axes(const Pass& pass, const Extent& extent, int64_t terms, bool is_row, const value_t* values, Parts<order> parts, cudaStream_t stream) {
+void axes(const Pass& pass, const Extent& extent, int64_t terms, bool is_row, const value_t* values,
+          Parts<order> parts, cudaStream_t stream) {
   const int64_t S = extent.positions();
-  const Sharing sharing = shared_by(terms, extent.N * extent.C * S, kLast ? extent.C : S, is_row && !kLast, Pass::kAgain);
+  const Sharing sharing =
+      shared_by(terms, extent.N * extent.C * S, kLast ? extent.C : S, is_row && !kLast, Pass::kAgain);
   if (sharing.lanes == 1) return planes(pass, extent, values, parts, stream);
   const unsigned points = kPlaneThreads / sharing.lanes;
   unsigned across = 1;
@@ -145,21 +160,23 @@ void axes(const Pass& pass, const Extent& extent, int64_t terms, bool is_row, co
   if (!Pass::kSums) parts.count = (S * across + points - 1) / points;
   const int64_t blocks = extent.N * ((extent.C + across - 1) / across) * parts.count;
   if (!blocks) return;
-  launch_early(planes_kernel<kPlaneBlocks, AxisPlane<order>, Pass, Sharing, unsigned>, blocks, kPlaneThreads, stream, pass, extent, values,
-               unsigned(parts.count), sharing, across);
+  launch_early(planes_kernel<kPlaneBlocks, AxisPlane<order>, Pass, Sharing, unsigned>, blocks, kPlaneThreads,
+               stream, pass, extent, values, unsigned(parts.count), sharing, across);
 }
 
 // Of a pass by sample, whose extent has no channels; C: those of its arrays.
 template <int K, class Pass, Order order>
-void in_rows(const Pass& pass, const Extent& extent, const value_t* values, Parts<order> parts, const Sharing& sharing, cudaStream_t stream) {
+void in_rows(const Pass& pass, const Extent& extent, const value_t* values, Parts<order> parts,
+             const Sharing& sharing, cudaStream_t stream) {
   const int64_t blocks = extent.N * parts.count;
   if (!blocks || !extent.positions()) return;
-  launch_early(planes_kernel<kRowBlocks, Rows<K, order>, Pass, Sharing>, blocks, kPlaneThreads, stream, pass, extent, values,
-               unsigned(parts.count), sharing);
+  launch_early(planes_kernel<kRowBlocks, Rows<K, order>, Pass, Sharing>, blocks, kPlaneThreads, stream, pass,
+               extent, values, unsigned(parts.count), sharing);
 }
 // In planes a thread has a few channels by itself.
 template <class Pass, Order order>
-void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, Parts<order> parts, cudaStream_t stream) {
+void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, Parts<order> parts,
+               cudaStream_t stream) {
   if constexpr (kLast) {
     if (C % kPack) in_rows<1>(pass, extent, values, parts, {lanes_of_row(C, 1), 1}, stream);
     else in_rows<kPack>(pass, extent, values, parts, {lanes_of_row(C, kPack), 1}, stream);
@@ -177,7 +194,8 @@ void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t*
 inline int64_t few_parts(int64_t parts) { return parts > kFewParts ? 1 : parts; }
 template <class T> void merge_parts(T* out, const T* of, int64_t planes, int64_t parts, cudaStream_t stream) {
   const int64_t blocks = (planes * 32 + kMergingThreads - 1) / kMergingThreads;
-  if (parts > kFewParts && blocks) launch_early(merge_parts_kernel<T>, blocks, kMergingThreads, stream, out, of, planes, parts);
+  if (parts > kFewParts && blocks)
+    launch_early(merge_parts_kernel<T>, blocks, kMergingThreads, stream, out, of, planes, parts);
 }
 
 }  // namespace load

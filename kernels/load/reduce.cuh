@@ -36,8 +36,8 @@ __device__ inline double block_sum(double value) {
   return value;
 }
 
-// A thread's sum of points. A pack, or a few, are summed as they are, those in double: what cancels leaves no rounding
-// errors of large sums.
+// A thread's sum of points. A pack, or a few, are summed as they are, those in double: what cancels leaves no
+// rounding errors of large sums.
 struct Sum {
   static constexpr int kFew = 4;
   double total = 0;
@@ -76,14 +76,17 @@ struct ShiftedSums {
       count += 1, sum += d, square += d * d;
     }
   }
-  __device__ Moments<double> value() const { return Moments<double>::from_shifted(count, shift, sum, square); }
+  __device__ Moments<double> value() const {
+    return Moments<double>::from_shifted(count, shift, sum, square);
+  }
 };
 
-// Of a warp's lanes, valid in lane 0, which has seen a value if any has: all sums are shifted by its shift, then added. So
-// there are no divisions but the last.
+// Of a warp's lanes, valid in lane 0, which has seen a value if any has: all sums are shifted by its shift,
+// then added. So there are no divisions but the last.
 __device__ inline Moments<double> warp_moments(const ShiftedSums& own) {
   const double shift = __shfl_sync(~0u, own.shift, 0), d = own.count == 0 ? 0 : own.shift - shift;
-  double count = own.count, sum = own.sum + count * d, square = own.square + d * (2 * double(own.sum) + count * d);
+  double count = own.count, sum = own.sum + count * d,
+         square = own.square + d * (2 * double(own.sum) + count * d);
   for (int offset = 16; offset; offset /= 2) {
     count += __shfl_down_sync(~0u, count, offset);
     sum += __shfl_down_sync(~0u, sum, offset);
@@ -138,16 +141,21 @@ template <bool kPool> __device__ inline Largest<kPool> block_largest(Largest<kPo
   return own;
 }
 
-// Of many parts of a plane, which blocks made, the sum, the moments or the maximum: out (planes), of (planes, parts). A warp has a plane.
+// Of many parts of a plane, which blocks made, the sum, the moments or the maximum: out (planes), of (planes,
+// parts). A warp has a plane.
 constexpr int kMergingThreads = 256, kFewParts = 32;
 __device__ inline double warp_merged(double a) { return warp_sum(a); }
 __device__ inline Moments<double> warp_merged(const Moments<double>& a) { return warp_merge(a); }
-template <bool kPool> __device__ inline Largest<kPool> warp_merged(const Largest<kPool>& a) { return warp_largest(a); }
+template <bool kPool> __device__ inline Largest<kPool> warp_merged(const Largest<kPool>& a) {
+  return warp_largest(a);
+}
 __device__ inline void take(double& a, double b) { a += b; }
 __device__ inline void take(Moments<double>& a, const Moments<double>& b) { a = a.merge(b); }
 template <bool kPool> __device__ inline void take(Largest<kPool>& a, const Largest<kPool>& b) { a.merge(b); }
 
-template <class T> __global__ void __launch_bounds__(kMergingThreads) merge_parts_kernel(T* out, const T* of, int64_t planes, int64_t parts) {
+template <class T>
+__global__ void __launch_bounds__(kMergingThreads)
+    merge_parts_kernel(T* out, const T* of, int64_t planes, int64_t parts) {
   await_previous_kernel();
   const int64_t plane = (int64_t(blockIdx.x) * kMergingThreads + threadIdx.x) / 32;
   if (plane >= planes) return;

@@ -1,18 +1,21 @@
-// Points that some neighbours of a warp have together, each with some of a point's terms: of its channels (load/last.cuh), or of a window that is
-// a whole axis. What they make of those is merged between them, in a fixed order, and all have it; what is made at a point counts once.
+// Points that some neighbours of a warp have together, each with some of a point's terms: of its channels
+// (load/last.cuh), or of a window that is a whole axis. What they make of those is merged between them, in a
+// fixed order, and all have it; what is made at a point counts once.
 #pragma once
 #include "load/points.cuh"
 #include "load/reduce.cuh"
 
 namespace load {
 
-// The threads of a block that share a point: `lanes`, each `apart`-th; so many neighbours have as many points, side by side in memory. Powers of two,
-// of which the second is at most a warp.
+// The threads of a block that share a point: `lanes`, each `apart`-th; so many neighbours have as many
+// points, side by side in memory. Powers of two, of which the second is at most a warp.
 struct Sharing {
   unsigned lanes, apart;
   __device__ __forceinline__ unsigned lane() const { return threadIdx.x / apart % lanes; }
   __device__ __forceinline__ unsigned points() const { return kPlaneThreads / lanes; }  // of a block
-  __device__ __forceinline__ unsigned point() const { return threadIdx.x / (lanes * apart) * apart + threadIdx.x % apart; }  // of those
+  __device__ __forceinline__ unsigned point() const {
+    return threadIdx.x / (lanes * apart) * apart + threadIdx.x % apart;
+  }  // of those
   // Of all lanes, which get it; a block together.
   __device__ __forceinline__ real sum(real x) const {
     for (unsigned d = apart; d < min(lanes * apart, 32u); d *= 2) x += __shfl_xor_sync(~0u, x, int(d));
@@ -28,7 +31,8 @@ struct Sharing {
   template <int sign> __device__ __forceinline__ Extreme<sign, real> best(Extreme<sign, real> x) const {
     for (unsigned d = apart; d < min(lanes * apart, 32u); d *= 2) {
       Extreme<sign, real> other;
-      other.value = __shfl_xor_sync(~0u, x.value, int(d)), other.index = __shfl_xor_sync(~0u, x.index, int(d));
+      other.value = __shfl_xor_sync(~0u, x.value, int(d)),
+      other.index = __shfl_xor_sync(~0u, x.index, int(d));
       x.merge(other);
     }
     if (lanes * apart <= 32) return x;
@@ -48,12 +52,15 @@ struct Sharing {
 
  private:
   // Of the point's threads, the first in its first warp.
-  __device__ __forceinline__ unsigned first() const { return threadIdx.x / (lanes * apart) * (lanes * apart) + threadIdx.x % apart; }
+  __device__ __forceinline__ unsigned first() const {
+    return threadIdx.x / (lanes * apart) * (lanes * apart) + threadIdx.x % apart;
+  }
 };
 
-// How lanes share points of so many terms, until threads fill a GPU, but not each with fewer than four. Neighbours in memory are some points. Where terms
-// are walked over `again`, fewer threads fill it, but a lane has at most 32 terms: the L1 cache then still has those of a block. Where neighbours are a
-// point's terms, a warp's lanes read those together.
+// How lanes share points of so many terms, until threads fill a GPU, but not each with fewer than four.
+// Neighbours in memory are some points. Where terms are walked over `again`, fewer threads fill it, but a
+// lane has at most 32 terms: the L1 cache then still has those of a block. Where neighbours are a point's
+// terms, a warp's lanes read those together.
 constexpr int64_t kFill = 1 << 18;
 inline Sharing shared_by(int64_t terms, int64_t points, int64_t neighbours, bool is_row, bool again) {
   constexpr unsigned kSector = 32 / sizeof(value_t);
@@ -91,7 +98,8 @@ template <Order order> class SharedPoints {
     const Moments<double> value = block_moments(sums.own);
     if (threadIdx.x == 0) out[block<order>()] = value;
   }
-  template <bool kPool> __device__ void reduce(Largest<kPool>* out, const Once<LargestOf<kPool>>& found) const {
+  template <bool kPool>
+  __device__ void reduce(Largest<kPool>* out, const Once<LargestOf<kPool>>& found) const {
     const Largest<kPool> value = block_largest(found.own.value());
     if (threadIdx.x == 0) out[block<order>()] = value;
   }
@@ -107,7 +115,8 @@ struct AxisPoint : Point<1> {
   template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
     if (active && sharing.lane() == 0) Point<1>::write(to, x);
   }
-  template <class P, class F> __device__ __forceinline__ void window(P, const Extent& fine, const F& f) const {
+  template <class P, class F>
+  __device__ __forceinline__ void window(P, const Extent& fine, const F& f) const {
     static_assert(P::kApart);
     const Coordinates w = coordinates(extent, position);
     const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine), end = active ? kd * kh * kw : 0;
@@ -122,29 +131,37 @@ struct AxisPoint : Point<1> {
     return Point<1>::chosen(pool, fine, at < 0 ? 0 : at);  // of none: nobody sees it
   }
   __device__ __forceinline__ real all(const Total<real>& x) const { return sharing.sum(x.value()); }
-  template <int sign> __device__ __forceinline__ Extreme<sign, real> all(const Extreme<sign, real>& x) const { return sharing.best(x); }
+  template <int sign> __device__ __forceinline__ Extreme<sign, real> all(const Extreme<sign, real>& x) const {
+    return sharing.best(x);
+  }
 };
 
-// A block's share of a plane, or, channels last, of `across` neighbouring ones; behind the last one that once more.
+// A block's share of a plane, or, channels last, of `across` neighbouring ones; behind the last one that once
+// more.
 template <Order order> class AxisPlane : public SharedPoints<order> {
  public:
   const int64_t n, c;
-  __device__ AxisPlane(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing, unsigned across)
+  __device__ AxisPlane(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing,
+                       unsigned across)
       : AxisPlane(extent, values, parts, sharing, across, (unsigned(extent.C) + across - 1) / across) {}
   template <class F> __device__ __forceinline__ void each(const F& f) {
-    const int S = extent_.positions(), own = int(sharing_.point() / across_), step = int(sharing_.points() / across_);
+    const int S = extent_.positions(), own = int(sharing_.point() / across_),
+              step = int(sharing_.points() / across_);
     for (int i = int(part_) * step; i < S; i += int(parts_) * step) {  // a block together
       const bool active = i + own < S;
       this->counts_ = active && sharing_.lane() == 0;
-      f(AxisPoint{{extent_, values_, n, c, extent_.C, i + own < S ? i + own : S - 1, 0, true}, sharing_, active});
+      f(AxisPoint{
+          {extent_, values_, n, c, extent_.C, i + own < S ? i + own : S - 1, 0, true}, sharing_, active});
     }
   }
 
  private:
-  __device__ AxisPlane(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing, unsigned across, unsigned tiles)
+  __device__ AxisPlane(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing,
+                       unsigned across, unsigned tiles)
       : n(block<order>() / parts / tiles),
-        c(min(block<order>() / parts % tiles * across + sharing.point() % across, unsigned(extent.C) - 1)), extent_(extent),
-        values_(values), sharing_(sharing), part_(block<order>() % parts), parts_(parts), across_(across) {}
+        c(min(block<order>() / parts % tiles * across + sharing.point() % across, unsigned(extent.C) - 1)),
+        extent_(extent), values_(values), sharing_(sharing), part_(block<order>() % parts), parts_(parts),
+        across_(across) {}
   const Extent& extent_;
   const value_t* values_;
   const Sharing& sharing_;

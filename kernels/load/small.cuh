@@ -1,5 +1,5 @@
-// A pass over small values: by sample, by channel or one for all, a block each. Values of one loop are a few lanes' each, and
-// written to memory; the next loop may read them.
+// A pass over small values: by sample, by channel or one for all, a block each. Values of one loop are a few
+// lanes' each, and written to memory; the next loop may read them.
 #pragma once
 #include "core/launch.cuh"
 #include "load/extreme.cuh"
@@ -9,8 +9,9 @@ namespace load {
 
 constexpr int kSmallThreads = 768, kValueLanes = 8;  // so many leave 80 registers a thread
 
-// Those of a value: kValueLanes, or where a block has one value alone, a warp. Of a warp all have some value to compute, and those that are
-// not `active` write none. What takes time is to wait for memory, and to divide: a lane reads four terms at once, and divides once.
+// Those of a value: kValueLanes, or where a block has one value alone, a warp. Of a warp all have some value
+// to compute, and those that are not `active` write none. What takes time is to wait for memory, and to
+// divide: a lane reads four terms at once, and divides once.
 struct ValueLanes {
   const bool active;
   const int width;
@@ -50,8 +51,12 @@ struct ValueLanes {
     return own;
   }
   // The place of an extreme; the first among ties, the first NaN before all. Every lane finds it.
-  template <class F> __device__ int64_t largest(int64_t count, const F& f) const { return extreme<1>(count, f); }
-  template <class F> __device__ int64_t smallest(int64_t count, const F& f) const { return extreme<-1>(count, f); }
+  template <class F> __device__ int64_t largest(int64_t count, const F& f) const {
+    return extreme<1>(count, f);
+  }
+  template <class F> __device__ int64_t smallest(int64_t count, const F& f) const {
+    return extreme<-1>(count, f);
+  }
   template <class E, class X> __device__ __forceinline__ void write(E* to, X x) const {
     if (active && lane == 0) *to = E(x);
   }
@@ -72,7 +77,9 @@ struct ValueLanes {
 struct Block {
   const unsigned slices;
   const int64_t index = blockIdx.x / slices;
-  template <class F> __device__ __forceinline__ void each(int64_t count, const F& f) const { between(0, count, f); }
+  template <class F> __device__ __forceinline__ void each(int64_t count, const F& f) const {
+    between(0, count, f);
+  }
   template <class F> __device__ __forceinline__ void each_channel(int64_t C, const F& f) const {
     const unsigned slice = blockIdx.x % slices;
     between(C * slice / slices, C * (slice + 1) / slices, f);
@@ -89,15 +96,18 @@ struct Block {
   }
 };
 
-template <class Pass> __global__ void __launch_bounds__(kSmallThreads, 1) small_kernel(const Pass pass, unsigned slices) {
+template <class Pass>
+__global__ void __launch_bounds__(kSmallThreads, 1) small_kernel(const Pass pass, unsigned slices) {
   await_previous_kernel();
   pass(Block{slices});
 }
 
 // most: slices, which may be halved.
-template <class Pass> void small(const Pass& pass, int64_t blocks, cudaStream_t stream, int64_t C = 0, unsigned most = 1) {
+template <class Pass>
+void small(const Pass& pass, int64_t blocks, cudaStream_t stream, int64_t C = 0, unsigned most = 1) {
   while (most > 1 && C < 16 * int64_t(most)) most = most % 2 ? 1 : most / 2;
-  const unsigned all = unsigned(blocks) * most, threads = all > 128 ? 256 : kSmallThreads;  // of many, some share a multiprocessor
+  const unsigned all = unsigned(blocks) * most,
+                 threads = all > 128 ? 256 : kSmallThreads;  // of many, some share a multiprocessor
   if (blocks) launch_early(small_kernel<Pass>, all, threads, stream, pass, most);
 }
 

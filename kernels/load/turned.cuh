@@ -1,9 +1,10 @@
-// One array channels last (N, S, C), while all others are (N, C, S). It is on the side of a convolution, which a GPU's library runs fastest so
-// where it runs on tensor cores: v or its gradient behind one, y or its gradient in front of one.
+// One array channels last (N, S, C), while all others are (N, C, S). It is on the side of a convolution,
+// which a GPU's library runs fastest so where it runs on tensor cores: v or its gradient behind one, y or its
+// gradient in front of one.
 //
-// A block turns tiles of positions and channels through shared memory, one after the other: all that are its part of some planes. A warp
-// takes a channel of a tile after the other, kPack neighbouring positions a lane, or, in planes of odd sizes, one. C is a multiple of
-// kRowVector.
+// A block turns tiles of positions and channels through shared memory, one after the other: all that are its
+// part of some planes. A warp takes a channel of a tile after the other, kPack neighbouring positions a lane,
+// or, in planes of odd sizes, one. C is a multiple of kRowVector.
 #pragma once
 #include <algorithm>
 #include <initializer_list>
@@ -15,21 +16,24 @@ namespace load {
 
 // Arrays' layouts, as launchers are told.
 enum Layout : int64_t {
-  kPlanes,    // all (N, C, S)
-  kTurned,    // one, on a convolution's side, (N, S, C)
-  kForTf32,   // … and that convolution's operands rounded to TF32, by nearest_tf32
-  kUnits,     // the gradient of v in units, see load/units.cuh
+  kPlanes,   // all (N, C, S)
+  kTurned,   // one, on a convolution's side, (N, S, C)
+  kForTf32,  // … and that convolution's operands rounded to TF32, by nearest_tf32
+  kUnits,    // the gradient of v in units, see load/units.cuh
 };
 
-constexpr int kTilePositions = 32 * kPack, kTileChannels = 128 / sizeof(value_t), kRowVector = 16 / sizeof(value_t);
+constexpr int kTilePositions = 32 * kPack, kTileChannels = 128 / sizeof(value_t),
+              kRowVector = 16 / sizeof(value_t);
 
-// Where a tile has an element: a channel's positions side by side, kPack of them in 16 bytes, which are turned so that lanes at
-// kRowVector channels of the same positions meet other banks. What lies in one 32-bit word moves as one: kPair positions.
+// Where a tile has an element: a channel's positions side by side, kPack of them in 16 bytes, which are
+// turned so that lanes at kRowVector channels of the same positions meet other banks. What lies in one 32-bit
+// word moves as one: kPair positions.
 constexpr int kPair = sizeof(value_t) < 4 ? 2 : 1;
 __device__ __forceinline__ int slot(int position, int channel) {
   return channel * kTilePositions + (position / kPack + channel / kRowVector) % 32 * kPack + position % kPack;
 }
-template <int K> __device__ __forceinline__ Memory<value_t, K>& neighbours(value_t* tile, int position, int channel) {
+template <int K>
+__device__ __forceinline__ Memory<value_t, K>& neighbours(value_t* tile, int position, int channel) {
   return *reinterpret_cast<Memory<value_t, K>*>(tile + slot(position, channel));
 }
 
@@ -41,18 +45,23 @@ struct Tile {
   const int channel, position;
   const bool first;
 
-  static constexpr int kLanes = kTileChannels / kRowVector, kStep = kPlaneThreads / kLanes, kRows = kTilePositions / kStep;
+  static constexpr int kLanes = kTileChannels / kRowVector, kStep = kPlaneThreads / kLanes,
+                       kRows = kTilePositions / kStep;
   // number: of those of a block.
-  __device__ Tile(unsigned block, const Extent& extent, value_t* at, unsigned parts, unsigned channel_tiles, unsigned number)
+  __device__ Tile(unsigned block, const Extent& extent, value_t* at, unsigned parts, unsigned channel_tiles,
+                  unsigned number)
       : extent(extent), at(at), n(block / channel_tiles / parts), part(block / channel_tiles % parts),
-        channel(int(block % channel_tiles) * kTileChannels), position(int(part + number * parts) * kTilePositions),
-        first(number == 0) {}
+        channel(int(block % channel_tiles) * kTileChannels),
+        position(int(part + number * parts) * kTilePositions), first(number == 0) {}
   __device__ Tile(const Extent& extent, value_t* at, unsigned n, unsigned part, int channel)
-      : extent(extent), at(at), n(n), part(part), channel(channel), position(int(part) * kTilePositions), first(true) {}
+      : extent(extent), at(at), n(n), part(part), channel(channel), position(int(part) * kTilePositions),
+        first(true) {}
 
   __device__ __forceinline__ void load(const value_t* from) const {
     Memory<value_t, kRowVector> rows[kRows];  // all loads are under way before the first is used
-    each_row([&](int64_t offset, int k) { rows[k] = *reinterpret_cast<const Memory<value_t, kRowVector>*>(from + offset); });
+    each_row([&](int64_t offset, int k) {
+      rows[k] = *reinterpret_cast<const Memory<value_t, kRowVector>*>(from + offset);
+    });
     each_pair([&](int k) {
 #pragma unroll
       for (int i = 0; i < kRowVector; i++) {
@@ -73,12 +82,16 @@ struct Tile {
         for (int j = 0; j < kPair; j++) rows[k + j].at[i] = for_tf32 ? nearest_tf32(pair.at[j]) : pair.at[j];
       }
     });
-    each_row([&](int64_t offset, int k) { *reinterpret_cast<Memory<value_t, kRowVector>*>(to + offset) = rows[k]; });
+    each_row([&](int64_t offset, int k) {
+      *reinterpret_cast<Memory<value_t, kRowVector>*>(to + offset) = rows[k];
+    });
   }
 
  private:
   __device__ __forceinline__ int lane() const { return threadIdx.x % kLanes * kRowVector; }
-  __device__ __forceinline__ int row(int k) const { return (threadIdx.x / kLanes + k / kPair * kStep) * kPair + k % kPair; }
+  __device__ __forceinline__ int row(int k) const {
+    return (threadIdx.x / kLanes + k / kPair * kStep) * kPair + k % kPair;
+  }
   __device__ __forceinline__ bool has(int k) const {
     return position + row(k) < extent.positions() && channel + lane() < int(extent.C);
   }
@@ -167,7 +180,8 @@ template <Tiled tiled> class TurnedPlane {
   }
   __device__ __forceinline__ int64_t place() const { return (n * tile_.extent.C + c) * parts_ + tile_.part; }
   template <int K> __device__ __forceinline__ TurnedPoint<K, tiled> point(int row) const {
-    return {{tile_.extent, values_, n, c, tile_.extent.C, tile_.position + row, 0, true}, tile_.at, row, column_};
+    return {
+        {tile_.extent, values_, n, c, tile_.extent.C, tile_.position + row, 0, true}, tile_.at, row, column_};
   }
   const Tile& tile_;
   const value_t* values_;
@@ -178,8 +192,8 @@ template <Tiled tiled> class TurnedPlane {
 // values: v in planes, where it is not the tile's. source, target: what is channels last.
 template <class Pass, Tiled tiled, Order order>
 __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
-turned_kernel(const Pass pass, const Extent extent, const value_t* values, const value_t* source, value_t* target, unsigned parts,
-              unsigned channel_tiles, bool for_tf32) {
+    turned_kernel(const Pass pass, const Extent extent, const value_t* values, const value_t* source,
+                  value_t* target, unsigned parts, unsigned channel_tiles, bool for_tf32) {
   await_previous_kernel();
   constexpr bool kReads = tiled != Tiled::kWritten;
   __shared__ __align__(16) value_t shared[kTilePositions * kTileChannels];
@@ -200,35 +214,40 @@ turned_kernel(const Pass pass, const Extent extent, const value_t* values, const
 }
 
 template <Tiled tiled, class Pass, Order order>
-void turned(const Pass& pass, const Extent& extent, const value_t* values, const value_t* source, value_t* target, Parts<order> parts,
-            int64_t layout, cudaStream_t stream) {
-  const int64_t tiles = (extent.C + kTileChannels - 1) / kTileChannels, blocks = extent.N * parts.count * tiles;
+void turned(const Pass& pass, const Extent& extent, const value_t* values, const value_t* source,
+            value_t* target, Parts<order> parts, int64_t layout, cudaStream_t stream) {
+  const int64_t tiles = (extent.C + kTileChannels - 1) / kTileChannels,
+                blocks = extent.N * parts.count * tiles;
   if (kLast || layout == kPlanes) {
     planes(pass, extent, values, parts, stream);
   } else if constexpr (!kLast) {
     if (!blocks) return;
-    launch_early(turned_kernel<Pass, tiled, order>, blocks, kPlaneThreads, stream, pass, extent, values, source, target, unsigned(parts.count),
-                 unsigned(tiles), layout == kForTf32);
+    launch_early(turned_kernel<Pass, tiled, order>, blocks, kPlaneThreads, stream, pass, extent, values,
+                 source, target, unsigned(parts.count), unsigned(tiles), layout == kForTf32);
   }
 }
 template <class Pass>
-void units(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts, cudaStream_t stream);
+void units(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts,
+           cudaStream_t stream);
 
 // A pass that sums what it makes of v, and writes nothing at positions: turned, it needs no tiles.
 template <class Pass, Order order>
-void sums_of_v(const Pass& pass, const Extent& extent, const value_t* v, Parts<order> parts, int64_t layout, cudaStream_t stream) {
+void sums_of_v(const Pass& pass, const Extent& extent, const value_t* v, Parts<order> parts, int64_t layout,
+               cudaStream_t stream) {
   if (kLast || layout == kPlanes) planes(pass, extent, v, parts, stream);
   else in_last_planes<Last<Pass>::channels>(pass, extent, v, parts, stream);
 }
 
-// Passes that read v, and one that writes its gradient. Turned, a plane has at most as many parts as kTilePositions.
+// Passes that read v, and one that writes its gradient. Turned, a plane has at most as many parts as
+// kTilePositions.
 template <class Pass, Order order>
-void planes_of_v(const Pass& pass, const Extent& extent, const value_t* v, Parts<order> parts, int64_t layout, cudaStream_t stream) {
+void planes_of_v(const Pass& pass, const Extent& extent, const value_t* v, Parts<order> parts, int64_t layout,
+                 cudaStream_t stream) {
   turned<Tiled::kV>(pass, extent, v, v, nullptr, parts, layout, stream);
 }
 template <class Pass, Order order>
-void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, Parts<order> parts, int64_t layout,
-                 cudaStream_t stream) {
+void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient,
+                 Parts<order> parts, int64_t layout, cudaStream_t stream) {
   if constexpr (!kLast)
     if (layout == kUnits) return units(pass, extent, v, gradient, parts.count, stream);  // up
   turned<Tiled::kWritten>(pass, extent, v, nullptr, gradient, parts, layout, stream);
@@ -236,18 +255,20 @@ void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value
 
 // In front of a convolution a pass that writes what that reads, and those that read its gradient.
 template <class Pass, Order order>
-void planes_to_y(const Pass& pass, const Extent& extent, const value_t* v, value_t* y, Parts<order> parts, int64_t layout, cudaStream_t stream) {
+void planes_to_y(const Pass& pass, const Extent& extent, const value_t* v, value_t* y, Parts<order> parts,
+                 int64_t layout, cudaStream_t stream) {
   turned<Tiled::kWritten>(pass, extent, v, nullptr, y, parts, layout, stream);
 }
 template <class Pass, Order order>
-void planes_of_dy(const Pass& pass, const Extent& extent, const value_t* v, const value_t* dy, Parts<order> parts, int64_t layout,
-                  cudaStream_t stream) {
+void planes_of_dy(const Pass& pass, const Extent& extent, const value_t* v, const value_t* dy,
+                  Parts<order> parts, int64_t layout, cudaStream_t stream) {
   turned<Tiled::kRead>(pass, extent, v, dy, nullptr, parts, layout, stream);
 }
 
-// ------------------------------------------------------------------------------------------------- whole arrays, turned
-// A tile has at most kSquare x kSquare words of shared memory, each with kPair neighbouring columns: whole rows or whole columns
-// where these are short, else a square. A thread has a few jobs: kVector neighbours of a row or a column, or one where they don't fit.
+// ------------------------------------------------------------------------------------------------- whole
+// arrays, turned A tile has at most kSquare x kSquare words of shared memory, each with kPair neighbouring
+// columns: whole rows or whole columns where these are short, else a square. A thread has a few jobs: kVector
+// neighbours of a row or a column, or one where they don't fit.
 constexpr int kSquare = 64;
 
 // Of jobs, `size` in a row, the row: job / size, where neither is above 2^15.
@@ -255,11 +276,15 @@ struct Jobs {
   unsigned size = 0, inverse = 0;
   Jobs() = default;
   explicit Jobs(int64_t size) : size(unsigned(size)), inverse((1u << 31) / unsigned(size) + 1) {}
-  __device__ __forceinline__ unsigned row(unsigned job) const { return unsigned(uint64_t(job) * inverse >> 31); }
+  __device__ __forceinline__ unsigned row(unsigned job) const {
+    return unsigned(uint64_t(job) * inverse >> 31);
+  }
 };
-// Which of a source's columns are turned: each, or of images of so many columns each `across`-th of each `down`-th row, `width` in a row.
+// Which of a source's columns are turned: each, or of images of so many columns each `across`-th of each
+// `down`-th row, `width` in a row.
 struct Picked {
-  unsigned columns = 0, image_columns = 0, width = 0, down = 0, across = 0;  // columns: of the source; width 0: each of them
+  unsigned columns = 0, image_columns = 0, width = 0, down = 0,
+           across = 0;  // columns: of the source; width 0: each of them
   __device__ __forceinline__ unsigned column(unsigned c) const {
     return width ? c / width * down * image_columns + c % width * across : c;
   }
@@ -272,8 +297,8 @@ struct Turning {
   Picked picked;
 };
 
-// A tile, of which `rows` and `columns` are there. An odd pitch spreads a column over the banks. Some jobs at a time all read, before the
-// first's result is used; those of none read the last element.
+// A tile, of which `rows` and `columns` are there. An odd pitch spreads a column over the banks. Some jobs at
+// a time all read, before the first's result is used; those of none read the last element.
 struct TurnedTile {
   using Word = Memory<value_t, kPair>;
   const Turning& turning;
@@ -289,14 +314,16 @@ struct TurnedTile {
         turning.loads, rows,
         [&](int k, unsigned r, unsigned c) {
           const unsigned column = first + min(c * K, columns - K);
-          const int64_t place = uint64_t(min(r, rows - 1)) * turning.picked.columns + (K > 1 ? column : turning.picked.column(column));
+          const int64_t place = uint64_t(min(r, rows - 1)) * turning.picked.columns +
+                                (K > 1 ? column : turning.picked.column(column));
           values[k] = *reinterpret_cast<const Memory<value_t, K>*>(from + place);
         },
         [&](int k, unsigned r, unsigned c) {
           if (r >= rows || c * K >= columns) return;
 #pragma unroll
           for (int i = 0; i < K; i += kPart)
-            reinterpret_cast<Part&>(at[r * turning.pitch].at[c * K + i]) = reinterpret_cast<const Part&>(values[k].at[i]);
+            reinterpret_cast<Part&>(at[r * turning.pitch].at[c * K + i]) =
+                reinterpret_cast<const Part&>(values[k].at[i]);
         });
   }
   template <int K> __device__ __forceinline__ void store(value_t* to, bool for_tf32) const {
@@ -317,7 +344,8 @@ struct TurnedTile {
             if (for_tf32)
 #pragma unroll
               for (int i = 0; i < K; i++) values[k][j].at[i] = nearest_tf32(values[k][j].at[i]);
-            *reinterpret_cast<Memory<value_t, K>*>(to + uint64_t(c * kPair + j) * turning.rows + r * K) = values[k][j];
+            *reinterpret_cast<Memory<value_t, K>*>(to + uint64_t(c * kPair + j) * turning.rows + r * K) =
+                values[k][j];
           }
         });
   }
@@ -327,7 +355,8 @@ struct TurnedTile {
   template <int K> static constexpr int kLoads = K == 1 ? 8 : 4;
   // reads(k, row, place in it) and then uses(…) of a thread's jobs, `count` rows of them, kAtOnce at a time.
   template <int kAtOnce, class F, class G>
-  static __device__ __forceinline__ void each(const Jobs& jobs, unsigned count, const F& reads, const G& uses) {
+  static __device__ __forceinline__ void each(const Jobs& jobs, unsigned count, const F& reads,
+                                              const G& uses) {
     const auto all = [&](unsigned first, const auto& f) {
 #pragma unroll
       for (int k = 0; k < kAtOnce; k++) {
@@ -336,7 +365,8 @@ struct TurnedTile {
       }
     };
 #pragma unroll 1
-    for (unsigned first = threadIdx.x; first < count * jobs.size; first += kAtOnce * kPlaneThreads) all(first, reads), all(first, uses);
+    for (unsigned first = threadIdx.x; first < count * jobs.size; first += kAtOnce * kPlaneThreads)
+      all(first, reads), all(first, uses);
   }
 };
 
@@ -352,7 +382,8 @@ struct Turns {
   Turn of[kTurns];
 };
 
-__global__ void __launch_bounds__(kPlaneThreads, 4) transpose_kernel(const __grid_constant__ Turns turns, bool for_tf32) {
+__global__ void __launch_bounds__(kPlaneThreads, 4)
+    transpose_kernel(const __grid_constant__ Turns turns, bool for_tf32) {
   await_previous_kernel();
   __shared__ __align__(16) value_t shared[kSquare * (kSquare + 1) * kPair];
   unsigned which = 0, block = blockIdx.x;
@@ -361,12 +392,14 @@ __global__ void __launch_bounds__(kPlaneThreads, 4) transpose_kernel(const __gri
   const Turning& turning = turn.turning;
   value_t* const out = turn.out;
   const value_t* const source = turn.source;
-  const unsigned n = block / turning.column_tiles / turning.row_tiles;  // 32 bits: a division of 64 costs as much as a tile
+  const unsigned n =
+      block / turning.column_tiles / turning.row_tiles;  // 32 bits: a division of 64 costs as much as a tile
   const int64_t row = int64_t(block / turning.column_tiles % turning.row_tiles) * turning.height;
   const int64_t column = int64_t(block % turning.column_tiles) * turning.width * kPair;
   const int64_t begin = int64_t(n) * turning.rows;
   const auto within = [](unsigned size, int64_t left) { return left < size ? unsigned(left) : size; };
-  const TurnedTile tile{turning, reinterpret_cast<TurnedTile::Word*>(shared), within(turning.height, turning.rows - row),
+  const TurnedTile tile{turning, reinterpret_cast<TurnedTile::Word*>(shared),
+                        within(turning.height, turning.rows - row),
                         within(turning.width * kPair, turning.columns - column)};
   const value_t* const from = source + (begin + row) * turning.picked.columns;
   value_t* const to = out + begin * turning.columns + column * turning.rows + row;
@@ -384,17 +417,23 @@ inline int64_t share_of(int64_t size, int64_t most, int64_t unit) {
   return ((size + tiles - 1) / tiles + unit - 1) / unit * unit;
 }
 
-inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, Picked picked) {
+inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns,
+                    Picked picked) {
   if (!(N * rows * columns)) return {};
   constexpr int kSector = 32 / sizeof(value_t), kWords = kSquare * kSquare;
   const int64_t words = (columns + kPair - 1) / kPair;
-  const int64_t width = share_of(words, words > kSquare && rows < kSquare ? kWords / rows : kSquare, kSector / kPair), pitch = width | 1;
+  const int64_t width = share_of(words, words > kSquare && rows < kSquare ? kWords / rows : kSquare,
+                                 kSector / kPair),
+                pitch = width | 1;
   const int64_t height = share_of(rows, std::min(kSquare * (kSquare + 1) / pitch, kWords / width), kSector);
-  const bool loads_vectors = !picked.width && vectors_fit(source, columns), stores_vectors = vectors_fit(out, rows);
+  const bool loads_vectors = !picked.width && vectors_fit(source, columns),
+             stores_vectors = vectors_fit(out, rows);
   const unsigned row_tiles = blocks_for(rows, int(height)), column_tiles = blocks_for(words, int(width));
-  const Jobs loads(width * kPair / (loads_vectors ? kVector : 1)), stores(height / (stores_vectors ? kVector : 1));
-  const Turning turning{unsigned(rows),   unsigned(columns), row_tiles,     column_tiles,   unsigned(height),
-                        unsigned(width), unsigned(pitch),   loads_vectors, stores_vectors, loads, stores, picked};
+  const Jobs loads(width * kPair / (loads_vectors ? kVector : 1)),
+      stores(height / (stores_vectors ? kVector : 1));
+  const Turning turning{
+      unsigned(rows),  unsigned(columns), row_tiles,      column_tiles, unsigned(height), unsigned(width),
+      unsigned(pitch), loads_vectors,     stores_vectors, loads,        stores,           picked};
   return {out, source, turning, unsigned(N) * row_tiles * column_tiles};
 }
 inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns) {
@@ -409,10 +448,12 @@ inline void turn(std::initializer_list<Turn> all, bool for_tf32, cudaStream_t st
   if (blocks) launch_early(transpose_kernel, blocks, kPlaneThreads, stream, turns, for_tf32);
 }
 // source (N, rows, height, width) -> out (N, positions, rows), of each down-th row and each across-th column.
-inline void transpose_picked(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t height, int64_t width, int64_t down,
-                             int64_t across, bool for_tf32, cudaStream_t stream) {
+inline void transpose_picked(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t height,
+                             int64_t width, int64_t down, int64_t across, bool for_tf32,
+                             cudaStream_t stream) {
   const int64_t columns = (width - 1) / across + 1, positions = ((height - 1) / down + 1) * columns;
-  const Picked picked{unsigned(height * width), unsigned(width), unsigned(columns), unsigned(down), unsigned(across)};
+  const Picked picked{unsigned(height * width), unsigned(width), unsigned(columns), unsigned(down),
+                      unsigned(across)};
   turn({turn_of(out, source, N, rows, positions, picked)}, for_tf32, stream);
 }
 

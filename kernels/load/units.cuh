@@ -11,7 +11,7 @@
 
 namespace load {
 
-constexpr unsigned kSeen = 32;  // one in so many tiles of a plane is looked at first
+constexpr unsigned kSeen = 32;         // one in so many tiles of a plane is looked at first
 constexpr unsigned kAgainBlocks = 32;  // of a sample: they mostly end at once
 HOST_DEVICE constexpr unsigned seen_of(unsigned tiles) { return (tiles + kSeen - 1) / kSeen; }
 
@@ -25,7 +25,8 @@ __device__ __forceinline__ float store_units(const Tile& tile, uint4* units, flo
   using Operands = conv::Operands<value_t, false>;
   // Of a warp's lanes kSpan neighbours have neighbouring positions of one channel group.
   constexpr int kGroups = kTileChannels / 8, kSpan = 32 / kGroups, kStep = kPlaneThreads / kGroups;
-  const int lane = threadIdx.x % 32, group = lane / kSpan, C = int(tile.extent.C), S = tile.extent.positions();
+  const int lane = threadIdx.x % 32, group = lane / kSpan, C = int(tile.extent.C),
+            S = tile.extent.positions();
   float largest = 0.f;
   if (tile.channel + group * 8 >= C) return largest;
 #pragma unroll
@@ -41,7 +42,8 @@ __device__ __forceinline__ float store_units(const Tile& tile, uint4* units, flo
         values[i] = Operands::scaled(values[i], scale);
       }
     }
-    if (writes) Operands::pack_pixel(units + int64_t(tile.channel / 8 + group) * S + tile.position + row, 0, values);
+    if (writes)
+      Operands::pack_pixel(units + int64_t(tile.channel / 8 + group) * S + tile.position + row, 0, values);
   }
   return largest;
 }
@@ -50,13 +52,16 @@ __device__ __forceinline__ float store_units(const Tile& tile, uint4* units, flo
 
 // On a multiprocessor; where a pass has much by channel, registers are full of that (as Last's in last.cuh).
 template <class Pass, class = void> constexpr int kUnitsBlocks = 4;
-template <class Pass> constexpr int kUnitsBlocks<Pass, std::void_t<decltype(Pass::kHeld)>> = Pass::kHeld + 3 * Pass::kSums > 10 ? 3 : 4;
+template <class Pass>
+constexpr int kUnitsBlocks<Pass, std::void_t<decltype(Pass::kHeld)>> =
+    Pass::kHeld + 3 * Pass::kSums > 10 ? 3 : 4;
 
 // Grid: blocks of each sample, which go through its tiles; ahead through each kSeen-th of a plane.
 template <class Pass>
 __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : kUnitsBlocks<Pass>)
-units_kernel(const Pass pass, const Extent extent, const value_t* values, uint4* units, grad::Scales scales,
-             unsigned parts, unsigned channel_tiles, unsigned blocks, Packing packing) {
+    units_kernel(const Pass pass, const Extent extent, const value_t* values, uint4* units,
+                 grad::Scales scales, unsigned parts, unsigned channel_tiles, unsigned blocks,
+                 Packing packing) {
 #if __CUDA_ARCH__ >= 800
   await_previous_kernel();
   __shared__ __align__(16) value_t shared[kTilePositions * kTileChannels];
@@ -95,8 +100,8 @@ void units(const Pass& pass, const Extent& extent, const value_t* values, value_
     const unsigned tiles = unsigned((extent.C + kTileChannels - 1) / kTileChannels), N = unsigned(extent.N);
     const grad::Scales scales = grad::scales_of(gradient, extent.N, extent.C, extent.positions());
     const auto launch = [&](Packing packing, unsigned blocks) {
-      launch_early(units_kernel<Pass>, N * blocks, kPlaneThreads, stream, pass, extent, values, reinterpret_cast<uint4*>(gradient),
-                   scales, unsigned(parts), tiles, blocks, packing);
+      launch_early(units_kernel<Pass>, N * blocks, kPlaneThreads, stream, pass, extent, values,
+                   reinterpret_cast<uint4*>(gradient), scales, unsigned(parts), tiles, blocks, packing);
     };
     if (sizeof(value_t) == 4) {
       cudaMemsetAsync(scales.seen, 0, 2 * extent.N * sizeof(uint32_t), stream);

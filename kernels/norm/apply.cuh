@@ -17,8 +17,8 @@ struct Group {
 
 // What backward reads, a copy of the biases among it; each may be null, but for all of them at once.
 struct Kept {
-  accumulate_t *conv_bias, *bias;          // (N, C)
-  accumulate_t *group_mean, *group_rstd;   // (N, G)
+  accumulate_t *conv_bias, *bias;         // (N, C)
+  accumulate_t *group_mean, *group_rstd;  // (N, G)
   uint8_t* flat;  // (N, C), or null: do all values of a channel tie behind the normalisation?
 };
 
@@ -28,8 +28,9 @@ constexpr int kAhead = 4;  // vectors that a thread fetches before all else
 // and what its tail needs are 16 bytes or more, of kChannels at most.
 template <int kChannels, class Tail>
 __global__ void __launch_bounds__(kThreads, 5)
-finish_kernel(output_t* y, Kept kept, const accumulate_t* partial, const float* v, Group group_norm, Tail tail,
-              accumulate_t eps, GroupShape shape, int64_t size_of_plane, int parts, int chunks, bool aligned) {
+    finish_kernel(output_t* y, Kept kept, const accumulate_t* partial, const float* v, Group group_norm,
+                  Tail tail, accumulate_t eps, GroupShape shape, int64_t size_of_plane, int parts, int chunks,
+                  bool aligned) {
   await_previous_kernel();
   struct alignas(16) Channel {
     float offset, slope, bias;
@@ -42,7 +43,8 @@ finish_kernel(output_t* y, Kept kept, const accumulate_t* partial, const float* 
   const int64_t first = n * shape.C + g * channels;  // channel
   const float* in = v + first * size_of_plane;
   output_t* out = y + first * size_of_plane;
-  const int size = int(channels * size_of_plane), plane = int(size_of_plane), begin = chunk * kThreads + threadIdx.x;
+  const int size = int(channels * size_of_plane), plane = int(size_of_plane),
+            begin = chunk * kThreads + threadIdx.x;
   const int step = chunks * kThreads;
   Vector<float> ahead[kAhead];  // on their way while the statistics are merged
 #pragma unroll
@@ -95,23 +97,25 @@ finish_kernel(output_t* y, Kept kept, const accumulate_t* partial, const float* 
     for (int i = begin; i < size; i += step) out[i] = apply(affine[i / plane], in[i]);
   }
   if (chunk > 0 || !kept.flat) return;
-  for (int c = threadIdx.x; c < channels; c += kThreads) {  // here the vectors ahead take no registers any more
+  for (int c = threadIdx.x; c < channels;
+       c += kThreads) {  // here the vectors ahead take no registers any more
     const Channel& a = affine[c];
-    kept.flat[first + c] = is_flat(of_channel[c].mean, of_channel[c].m2, a.slope,
-                                   (of_channel[c].mean - group_norm.conv_bias[g * channels + c] + a.offset) * a.slope + a.bias,
-                                   [&](accumulate_t z) { return tail.compared(z, a.tail); });
+    kept.flat[first + c] =
+        is_flat(of_channel[c].mean, of_channel[c].m2, a.slope,
+                (of_channel[c].mean - group_norm.conv_bias[g * channels + c] + a.offset) * a.slope + a.bias,
+                [&](accumulate_t z) { return tail.compared(z, a.tail); });
   }
 }
 
 // Launches it behind what made v and partial; from sm_90 on it starts while that still runs.
 template <int kChannels, class Tail>
-void finish(output_t* y, Kept kept, const float* v, const accumulate_t* partial, int parts, Group group_norm, Tail tail,
-            double eps, GroupShape shape, int64_t size_of_plane, cudaStream_t stream) {
+void finish(output_t* y, Kept kept, const float* v, const accumulate_t* partial, int parts, Group group_norm,
+            Tail tail, double eps, GroupShape shape, int64_t size_of_plane, cudaStream_t stream) {
   const int64_t size = shape.channels() * size_of_plane;
   const int chunks = int(size / (kThreads * kVector * kAhead + 1) + 1);
   const bool aligned = vectors_fit(y, size) && vectors_fit(v, size);
-  launch_early(finish_kernel<kChannels, Tail>, shape.N * shape.G * chunks, kThreads, stream, y, kept, partial, v, group_norm,
-               tail, accumulate_t(eps), shape, size_of_plane, parts, chunks, aligned);
+  launch_early(finish_kernel<kChannels, Tail>, shape.N * shape.G * chunks, kThreads, stream, y, kept, partial,
+               v, group_norm, tail, accumulate_t(eps), shape, size_of_plane, parts, chunks, aligned);
 }
 
 }  // namespace norms

@@ -30,11 +30,12 @@ HOST_DEVICE Normaliser normaliser(const accumulate_t* group_mean, const accumula
   return {conv_bias[c] - group_mean[group], group_rstd[group], group_rstd[group] * weight[c], bias[c]};
 }
 
-// Do all v of a channel of a sample become one and the same, as `behind` rounds what it makes of z? u, z: of v's mean, with
-// conv_bias and normalised; m2: v's, from whose mean none is farther away than √m2, beside what m2 loses where it
-// underflows; slope: of z in v.
+// Do all v of a channel of a sample become one and the same, as `behind` rounds what it makes of z? u, z: of
+// v's mean, with conv_bias and normalised; m2: v's, from whose mean none is farther away than √m2, beside
+// what m2 loses where it underflows; slope: of z in v.
 template <class Behind>
-HOST_DEVICE bool is_flat(accumulate_t u, accumulate_t m2, accumulate_t slope, accumulate_t z, const Behind& behind) {
+HOST_DEVICE bool is_flat(accumulate_t u, accumulate_t m2, accumulate_t slope, accumulate_t z,
+                         const Behind& behind) {
   const accumulate_t spread = sqrt(m2) + accumulate_t(1e-18), moved = spread * slope;
   return u + spread == u - spread || behind(z + moved) == behind(z - moved);
 }

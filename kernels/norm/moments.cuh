@@ -47,9 +47,10 @@ struct Moments {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         int mine = 0;
-        for (int j = 0; j < kTiles; j++) mine += (j * 8 + t * 2 < place.columns) + (j * 8 + t * 2 + 1 < place.columns);
-        auto moments = ::Moments<float>::from_shifted(float(mine) * float(rows), shift_[half], sum[half],
-                                                      square[half]);
+        for (int j = 0; j < kTiles; j++)
+          mine += (j * 8 + t * 2 < place.columns) + (j * 8 + t * 2 + 1 < place.columns);
+        auto moments =
+            ::Moments<float>::from_shifted(float(mine) * float(rows), shift_[half], sum[half], square[half]);
         for (int offset = 1; offset < 4; offset *= 2)
           moments = moments.merge({__shfl_xor_sync(~0u, moments.count, offset),
                                    __shfl_xor_sync(~0u, moments.mean, offset),
@@ -57,7 +58,8 @@ struct Moments {
         const int own = half * 8 + g;
         if (t > 0 || place.channel(own) >= Place::kChannels || !place.is_part()) continue;
         const float2 power = place.unscale(own);
-        accumulate_t* const to = partial + (place.first * parts + place.part()) * 3 + int64_t(own) * parts * 3;
+        accumulate_t* const to =
+            partial + (place.first * parts + place.part()) * 3 + int64_t(own) * parts * 3;
         to[0] = moments.count, to[1] = moments.mean * power.x * power.y,
         to[2] = moments.m2 * power.x * power.y * power.x * power.y;
       }

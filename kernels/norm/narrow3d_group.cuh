@@ -131,8 +131,7 @@ constexpr int kGroupNormShared =
 
 // What is kept for backward, one after the other: affines (N, kOut); active (N), 1 where an element of a
 // sample passes a gradient or statistics are not finite, else 0.
-template <class S>
-struct GroupNormKept {
+template <class S> struct GroupNormKept {
   Affine* affines;
   float* active;
   GroupNormKept(float* kept, int64_t N)

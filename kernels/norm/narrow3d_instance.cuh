@@ -33,8 +33,7 @@ __device__ inline float scaled_bound(float bound, float m) {
 
 // What forward keeps, one after the other: v - mean of the channels that won, like y (N, S); moments (2, N,
 // kOut) of v, the convolution of x - shift: mean and standard deviation; which channel won, like y.
-template <class S, class Index>
-struct Kept {
+template <class S, class Index> struct Kept {
   float *centred, *moments;
   Index* index;
   Kept(float* kept, int64_t N, int64_t size)
@@ -80,8 +79,7 @@ struct Held {
 // For how many turns have so many `values` room?
 inline int held_turns(int64_t values) { return int(max(values / 16 - kPad, int64_t(0)) / kTurn); }
 
-template <class S>
-struct InstanceStorage {
+template <class S> struct InstanceStorage {
   float4 scaled[16];  // high, initial, factor, low (below)
   float units[16];    // of the sums
   Line lines[16];
@@ -95,10 +93,8 @@ struct Hold {
   const Held &in_scratch, &in_shared;
   int first_plane, plane_turns;
 
-  template <class S>
-  using Shared = NoRoom;
-  template <class S>
-  struct Warp : IdleWarp {
+  template <class S> using Shared = NoRoom;
+  template <class S> struct Warp : IdleWarp {
     const Hold& sink;
     __device__ __forceinline__ Warp(const Hold& sink, NoRoom&, const Place<S>&) : sink(sink) {}
     __device__ __forceinline__ void accept(const Accumulators& v, const WarpTile& tile,
@@ -110,8 +106,7 @@ struct Hold {
 };
 
 // What backward wants of the maximum: the first channel that attains it, and its v - mean.
-template <class Index>
-struct Winners {
+template <class Index> struct Winners {
   Index* index;  // both of the sample's first plane, at the tile's first row
   float* centred;
 };
@@ -166,8 +161,7 @@ struct Winner {
 };
 
 // Applies the tail's lines, and takes the maximum over channels.
-template <class S, class T, class Index, bool kSaving>
-struct MaximumWarp : IdleWarp {
+template <class S, class T, class Index, bool kSaving> struct MaximumWarp : IdleWarp {
   InstanceStorage<S>& storage;
   float* staged;  // in shared memory, kStaged for each warp, where the winner is saved
   T* y;           // of the sample's first plane, at the tile's first row
@@ -220,10 +214,8 @@ struct MaximumWarp : IdleWarp {
 #pragma unroll
       for (int u = 0; u < kCount; u++) {
         const Winner of_half(values[u]);
-        if (from == 0)
-          largest[u] = of_half;
-        else
-          largest[u].join(of_half, from);
+        if (from == 0) largest[u] = of_half;
+        else largest[u].join(of_half, from);
       }
     }
 #pragma unroll
@@ -365,8 +357,7 @@ __global__ void __launch_bounds__(kBlock, 1)
 }
 
 // Bytes of static shared memory.
-template <class S>
-constexpr int kInstanceNormShared = sizeof(InstanceStorage<S>);
+template <class S> constexpr int kInstanceNormShared = sizeof(InstanceStorage<S>);
 
 // y (N, D', H', W'). kept for backward, as Kept, or without elements where no gradient is wanted. cache:
 // bytes of the L2 cache for sums that are then not computed again.
@@ -381,7 +372,7 @@ void instance_norm_maximum(Out<T> y, Out<float> kept, In<typename S::value_t> x,
   if (kept) expect(kept, Kept<S, Index>::count(N, c.size()));
   if (N == 0) return;
   const Scratch<TileStatistics> statistics(N * c.slots() * S::kOut, stream);  // (N, slots, kOut)
-  const Kept<S, Index> parts(kept, N, c.size());  // written to where there is one
+  const Kept<S, Index> parts(kept, N, c.size());                              // written to where there is one
   const int64_t blocks = N * c.slots();
   const bool meet = c.slots() > 1 && run_together(blocks), one_launch = meet || c.slots() == 1;
   const bool holds = one_launch && S::kOut == 16;
@@ -411,10 +402,8 @@ void instance_norm_maximum(Out<T> y, Out<float> kept, In<typename S::value_t> x,
     cudaLaunchKernelEx(&config, kernel, y.data, parts.index, parts.centred, parts.moments, statistics.data,
                        sums.data, N, conv_bias, tail, eps, phases, scratch_turns, shared_turns, c);
   };
-  if (one_launch)
-    launch(kStatistics | kApply);
-  else
-    launch(kStatistics), launch(kApply);
+  if (one_launch) launch(kStatistics | kApply);
+  else launch(kStatistics), launch(kApply);
 }
 
 }  // namespace norms::narrow3d

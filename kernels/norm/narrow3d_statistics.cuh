@@ -15,14 +15,11 @@ struct alignas(8) TileStatistics {
 // A sink (conv/narrow3d.cuh) that takes statistics (N, slots, kOut), shifted by a value near the mean. What
 // stands behind it gets the sums less that shift. kFirst: it comes first, so that sums start with less than
 // that.
-template <bool kFirst>
-struct Statistics {
+template <bool kFirst> struct Statistics {
   TileStatistics* statistics;
 
-  template <class S>
-  using Shared = NoRoom;  // MainloopStorage has it
-  template <class S>
-  struct Warp : IdleWarp {
+  template <class S> using Shared = NoRoom;  // MainloopStorage has it
+  template <class S> struct Warp : IdleWarp {
     static_assert(S::kOut % 16 == 0, "all of a block's channels are there");
     const Statistics& sink;
     MainloopStorage<S>& storage;

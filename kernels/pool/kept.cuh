@@ -16,7 +16,8 @@ struct Kept {
 
   Kept(float* kept, int64_t count, int64_t N, int64_t C, int64_t G)
       : window_max(kept), conv_bias(kept + count), bias(conv_bias + N * C), group_mean(bias + N * C),
-        group_rstd(group_mean + N * G), argmax(reinterpret_cast<uint8_t*>(group_rstd + N * G)), flat(argmax + count) {}
+        group_rstd(group_mean + N * G), argmax(reinterpret_cast<uint8_t*>(group_rstd + N * G)),
+        flat(argmax + count) {}
 
   // Of float32, with the bytes or without.
   static int64_t floats(int64_t count, int64_t N, int64_t C, int64_t G) { return count + 2 * N * (C + G); }

@@ -14,8 +14,8 @@ struct Smallest {
   static __device__ __forceinline__ float merge(float a, float b) { return tensor_core::min_nan(a, b); }
   static __device__ __forceinline__ bool beats(float a, float b) { return a < b; }
 };
-// Does a value of a later place take the earlier one's? The first among equal ones wins, and the last NaN, as in torch's
-// pools.
+// Does a value of a later place take the earlier one's? The first among equal ones wins, and the last NaN, as
+// in torch's pools.
 template <class Reduction> __device__ __forceinline__ bool takes(float later, float earlier) {
   return (later != later) | Reduction::beats(later, earlier);
 }

@@ -40,22 +40,23 @@ template <class Pool, bool kPlaces> struct Window {
     static constexpr int kTiles = Loop::kTiles, kColumns = 8 * kTiles, kStagingPitch = kPitch<Loop>;
     using Place = typename Loop::Place;
     const Place& place;
-    float* const staging;                 // [16][kStagingPitch]: kept values
-    uint8_t* staged_origins;              // and where each comes from
+    float* const staging;     // [16][kStagingPitch]: kept values
+    uint8_t* staged_origins;  // and where each comes from
     float* const window_max;
     uint8_t* const argmax;
     const int pooled_columns;
-    float* out;                           // the next row of windows
-    int window_row;                       // the next of the rows of a window
-    uint32_t left, right;  // places of its first two columns; both are kept, so that to choose is one instruction
+    float* out;      // the next row of windows
+    int window_row;  // the next of the rows of a window
+    uint32_t left,
+        right;  // places of its first two columns; both are kept, so that to choose is one instruction
     float best[2][kTiles][kKept];
     // Where they come from: the place in the window of the row and of the pair's column, as if the pair were
     // the first; or where both columns are kept, the row alone, in four bits.
     uint32_t origins[kPlaces ? 2 * kTiles * kKept / kPacked : 1];
 
     __device__ __forceinline__ Warp(const Window& sink, Shared<Loop>& shared, const Place& place)
-        : place(place), staging(&shared.kept[0][0] + place.first_own * kStagingPitch), window_max(sink.window_max), argmax(sink.argmax),
-          pooled_columns(place.columns / Pool::kWidth) {
+        : place(place), staging(&shared.kept[0][0] + place.first_own * kStagingPitch),
+          window_max(sink.window_max), argmax(sink.argmax), pooled_columns(place.columns / Pool::kWidth) {
       if constexpr (kPlaces) staged_origins = &shared.origins[0][0] + place.first_own * kStagingPitch;
     }
     __device__ __forceinline__ int pooled_height() const { return place.height() / Pool::kHeight; }
@@ -70,7 +71,8 @@ template <class Pool, bool kPlaces> struct Window {
 #pragma unroll
       for (uint32_t& origin : origins) origin = 0;
     }
-    template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
+    template <class Offset>
+    __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
       take_maxima(v);
       if (window_row == Pool::kHeight - 1) stage_maxima(offset);
       window_row++, left += Pool::kWidth, right += Pool::kWidth;

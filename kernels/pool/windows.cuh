@@ -1,6 +1,6 @@
-// A sink (core/sinks.cuh) that pools a pointwise tail of v: the largest, the smallest or the sum of each window, and
-// what the tail makes of that. Windows don't overlap; rows and columns that fill none are left out. Only they are
-// written, and where backward asks for it the winner's place in each window, and its v.
+// A sink (core/sinks.cuh) that pools a pointwise tail of v: the largest, the smallest or the sum of each
+// window, and what the tail makes of that. Windows don't overlap; rows and columns that fill none are left
+// out. Only they are written, and where backward asks for it the winner's place in each window, and its v.
 //
 //   struct Channel                                        what is the same for a channel of a sample
 //   Channel channel(int64_t n, int c) const               c < C
@@ -34,8 +34,8 @@ template <class T, class Pool, class Tail, class Kept> struct Pooled {
 
   using Reduction = typename Pool::Reduction;
   static constexpr int kRowGroup = Pool::kHeight;
-  // Until a window's rows are complete, a thread keeps of two neighbouring columns one value, or both where windows
-  // of an odd width may part them.
+  // Until a window's rows are complete, a thread keeps of two neighbouring columns one value, or both where
+  // windows of an odd width may part them.
   static constexpr int kKept = Pool::kWidth % 2 == 0 ? 1 : 2;
   static constexpr int kWidth = Pool::kWidth / (3 - kKept);  // kept values that a window has in a row
   // Kept values of a channel in shared memory; no bank conflicts.
@@ -60,8 +60,8 @@ template <class T, class Pool, class Tail, class Kept> struct Pooled {
     const Place& place;
     const Pooled& sink;
     Shared<Loop>& shared;
-    int64_t out;           // the next row of windows
-    int window_row;        // the next of the rows of a window
+    int64_t out;     // the next row of windows
+    int window_row;  // the next of the rows of a window
     float kept[2][kTiles][kKept];
     // Of what is kept: its v, and four places to a register.
     float of_v[Kept::kKeepV ? 2 : 1][kTiles][kKept];
@@ -81,7 +81,8 @@ template <class T, class Pool, class Tail, class Kept> struct Pooled {
             place.column() / Pool::kWidth;
       window_row = 0;
     }
-    template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
+    template <class Offset>
+    __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
       const int g = threadIdx.x % 32 / 4;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -93,7 +94,8 @@ template <class T, class Pool, class Tail, class Kept> struct Pooled {
 #pragma unroll
         for (int j = 0; j < kTiles; j++) {
           const float own[2] = {real(v[j][half * 2]), real(v[j][half * 2 + 1])};
-          const float two[2] = {sink.tail.before(own[0], channel[half]), sink.tail.before(own[1], channel[half])};
+          const float two[2] = {sink.tail.before(own[0], channel[half]),
+                                sink.tail.before(own[1], channel[half])};
 #pragma unroll
           for (int k = 0; k < kKept; k++) {
             if constexpr (Kept::kExist) {
@@ -192,7 +194,8 @@ template <class T, class Pool, class Tail, class Kept> struct Pooled {
         const float value = values[i];
         const int other = place_of(i);
         const bool later = other > where;
-        if (later ? takes<Reduction>(value, pooled) : !takes<Reduction>(pooled, value)) pooled = value, which = i, where = other;
+        if (later ? takes<Reduction>(value, pooled) : !takes<Reduction>(pooled, value))
+          pooled = value, which = i, where = other;
       }
     }
   };
@@ -214,7 +217,8 @@ template <class Values, class T, class Pool, class Tail, class Kept> struct Exac
     int place = 0;
 #pragma unroll 1
     for (int at = 0; at < Pool::kHeight * Pool::kWidth; at++) {
-      const float own = v(n, c, 0, row * Pool::kHeight + at / Pool::kWidth, column * Pool::kWidth + at % Pool::kWidth);
+      const float own =
+          v(n, c, 0, row * Pool::kHeight + at / Pool::kWidth, column * Pool::kWidth + at % Pool::kWidth);
       const float value = tail.before(own, channel);
       if constexpr (Kept::kExist) {
         if (at == 0 || takes<typename Pool::Reduction>(value, pooled)) pooled = value, of_v = own, place = at;
@@ -229,13 +233,14 @@ template <class Values, class T, class Pool, class Tail, class Kept> struct Exac
 };
 
 template <class Filter, class Pool, bool kLongRows>
-using PooledTile = conv::narrow2d::Tile<Filter, kLongRows ? 128 / Pool::kWidth * Pool::kWidth : 0, Pool::kHeight>;
+using PooledTile =
+    conv::narrow2d::Tile<Filter, kLongRows ? 128 / Pool::kWidth * Pool::kWidth : 0, Pool::kHeight>;
 
-// y = tail.after(windows of tail.before(conv2d(x, weight))), without the convolution's bias. kLongRows: are rows of x
-// longer than a tile?
+// y = tail.after(windows of tail.before(conv2d(x, weight))), without the convolution's bias. kLongRows: are
+// rows of x longer than a tile?
 template <class Filter, class Pool, bool kLongRows, class T, class Tail, class Kept>
-void pooled(const Out<T>& y, const In<value_t>& x, const In<value_t>& weight, const Tail& tail, cudaStream_t stream,
-            const Kept& winners) {
+void pooled(const Out<T>& y, const In<value_t>& x, const In<value_t>& weight, const Tail& tail,
+            cudaStream_t stream, const Kept& winners) {
   using Values = conv::Exact<Filter::kIn, Filter::kOut, 1, Filter::kHeight, Filter::kWidth>;
   const ExactWindows<Values, T, Pool, Tail, Kept> each{{x, weight}, y, tail, winners};
   expect_elements("y", y, x.size(0) * each.results());

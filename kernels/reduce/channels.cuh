@@ -1,5 +1,5 @@
-// Reductions over channels, in a fixed order: what mainloops' sinks (reduce/narrow2d.cuh, narrow3d.cuh, wide.cuh)
-// make of a pointwise tail of v, and what merges results of blocks of channels.
+// Reductions over channels, in a fixed order: what mainloops' sinks (reduce/narrow2d.cuh, narrow3d.cuh,
+// wide.cuh) make of a pointwise tail of v, and what merges results of blocks of channels.
 #pragma once
 #include "conv/exact.cuh"
 #include "core/math.h"
@@ -7,7 +7,8 @@
 
 namespace reduce {
 
-// Reductions: what is made of one value, a channel's; what two such make; the result. NaN, infinities as PyTorch's.
+// Reductions: what is made of one value, a channel's; what two such make; the result. NaN, infinities as
+// PyTorch's.
 struct Sum {
   using Partial = float;
   static constexpr bool kHasWinner = false;
@@ -91,7 +92,8 @@ template <class Extreme> struct Merging<Winner<Extreme>> {
     for (int i = 1; i < kCount; i++) found.value = Extreme::merge(found.value, p[i].value);
 #pragma unroll
     for (int i = 0; i < kCount; i++)
-      found.channel = min(found.channel, (p[i].value == found.value) | (p[i].value != p[i].value) ? p[i].channel : 1 << 30);
+      found.channel = min(found.channel,
+                          (p[i].value == found.value) | (p[i].value != p[i].value) ? p[i].channel : 1 << 30);
     return found;
   }
 };
@@ -112,7 +114,8 @@ template <> struct Merging<LogSumExp> {
   }
 };
 
-// [words of a Partial][rows of values that meet][positions]: a warp's eight of each position lie 8 banks apart.
+// [words of a Partial][rows of values that meet][positions]: a warp's eight of each position lie 8 banks
+// apart.
 template <class Partial, int kRows, int kPositions> struct Meeting {
   static constexpr int kWords = sizeof(Partial) / 4, kPitch = kPositions + 8;
   float words[kWords][kRows][kPitch];
@@ -133,8 +136,8 @@ template <class Partial, int kRows, int kPositions> struct Meeting {
   }
 };
 
-// A warp's values of 16 channels from `first` on, of which so many exist, at 8·kTiles positions (core/sinks.cuh) meet in a room: two
-// channels each, behind one another.
+// A warp's values of 16 channels from `first` on, of which so many exist, at 8·kTiles positions
+// (core/sinks.cuh) meet in a room: two channels each, behind one another.
 template <class Reduction, int kTiles, class Room>
 __device__ __forceinline__ void meet(Room& room, const float (&values)[kTiles][4], int first, int channels) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -145,7 +148,8 @@ __device__ __forceinline__ void meet(Room& room, const float (&values)[kTiles][4
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       both[i] = Merging<Reduction>::two(values[j][i], values[j][2 + i], first + g, first + g + 8);
-      if (g + 8 >= channels) both[i] = g < channels ? Reduction::of(values[j][i], first + g) : Reduction::nothing();
+      if (g + 8 >= channels)
+        both[i] = g < channels ? Reduction::of(values[j][i], first + g) : Reduction::nothing();
     }
     room.put(g, j * 8 + 2 * t, both[0], both[1]);
   }
@@ -156,15 +160,17 @@ struct AsItIs {
   __device__ __forceinline__ float operator()(float value, int64_t) const { return value; }
 };
 
-// Writes what becomes of a reduction at an element of y; of a winner all that is wanted: after.keep(value, channel, at).
+// Writes what becomes of a reduction at an element of y; of a winner all that is wanted: after.keep(value,
+// channel, at).
 template <class Reduction, class T, class After>
-__device__ __forceinline__ void write(T* y, const After& after, const typename Reduction::Partial& all, int64_t at) {
+__device__ __forceinline__ void write(T* y, const After& after, const typename Reduction::Partial& all,
+                                      int64_t at) {
   y[at] = T(after(Reduction::result(all), at));
   if constexpr (Reduction::kHasWinner) after.keep(all.value, all.channel, at);
 }
 
-// y (N, positions) = after(reduction over the channels of tail(v, channel, at), at of y) one by one (conv/exact.cuh).
-// Where there are `partial` values of several blocks, the first has all.
+// y (N, positions) = after(reduction over the channels of tail(v, channel, at), at of y) one by one
+// (conv/exact.cuh). Where there are `partial` values of several blocks, the first has all.
 template <class Values, class T, class Reduction, class Tail, class After> struct ExactChannels {
   Values v;
   T* y;
@@ -186,16 +192,18 @@ template <class Values, class T, class Reduction, class Tail, class After> struc
   }
 };
 template <class Reduction, class T, class Values, class Tail, class After>
-ExactChannels<Values, T, Reduction, Tail, After> each_position(const Values& v, T* y, const Tail& tail, const After& after,
-                                                               typename Reduction::Partial* partial, int blocks) {
+ExactChannels<Values, T, Reduction, Tail, After> each_position(const Values& v, T* y, const Tail& tail,
+                                                               const After& after,
+                                                               typename Reduction::Partial* partial,
+                                                               int blocks) {
   return {v, y, tail, after, partial, blocks};
 }
 
 // y (N, positions) = after(what partial (N, blocks, positions) make together).
 template <class T, class Reduction, class After>
 __global__ void __launch_bounds__(256)
-merge_channels_kernel(T* y, const typename Reduction::Partial* partial, After after, int blocks, int64_t positions,
-                      int64_t count) {
+    merge_channels_kernel(T* y, const typename Reduction::Partial* partial, After after, int blocks,
+                          int64_t positions, int64_t count) {
   const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
   if (i >= count) return;
   partial += i / positions * blocks * positions + i % positions;
@@ -206,8 +214,8 @@ merge_channels_kernel(T* y, const typename Reduction::Partial* partial, After af
 }
 
 template <class Reduction, class T, class After>
-void merge_channels(T* y, const typename Reduction::Partial* partial, const After& after, int64_t N, int blocks,
-                    int64_t positions, cudaStream_t stream) {
+void merge_channels(T* y, const typename Reduction::Partial* partial, const After& after, int64_t N,
+                    int blocks, int64_t positions, cudaStream_t stream) {
   const int64_t count = N * positions;
   const auto kernel = merge_channels_kernel<T, Reduction, After>;
   kernel<<<blocks_for(count, 256), 256, 0, stream>>>(y, partial, after, blocks, positions, count);

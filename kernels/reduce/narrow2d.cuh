@@ -1,5 +1,5 @@
-// Sinks (core/sinks.cuh) of a 2-D convolution of few channels in that reduce a pointwise tail of v: over all channels, or
-// over the positions of each channel of a sample; in a fixed order. tail as store::Strips'.
+// Sinks (core/sinks.cuh) of a 2-D convolution of few channels in that reduce a pointwise tail of v: over all
+// channels, or over the positions of each channel of a sample; in a fixed order. tail as store::Strips'.
 #pragma once
 #include "core/sinks.cuh"
 #include "reduce/channels.cuh"
@@ -7,12 +7,12 @@
 
 namespace reduce {
 
-// Values of several lanes meet in shared memory, where a thread then finds all of a position: without a shuffle, and
-// with one barrier a row.
+// Values of several lanes meet in shared memory, where a thread then finds all of a position: without a
+// shuffle, and with one barrier a row.
 //
 // y (N, OH, OW) = after(reduction over the channels of tail(v, channel, at), at of y). tail as
-// store::Strips', its `at` an element of (N, C, OH, OW). Where a block hasn't all channels, partial (N, blocks, OH,
-// OW) in y's place. It has to be the last sink.
+// store::Strips', its `at` an element of (N, C, OH, OW). Where a block hasn't all channels, partial (N,
+// blocks, OH, OW) in y's place. It has to be the last sink.
 template <class T, class Reduction, class Tail, class After = AsItIs> struct Channels {
   using Partial = typename Reduction::Partial;
   T* y;
@@ -50,7 +50,8 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
       behind = int64_t(place.row()) * place.width() + place.column(), out = plane * this->plane() + behind;
       waits = 0;
     }
-    template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
+    template <class Offset>
+    __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = place.first_own / 2 + g;
       float factor[2];
       unscale(factor, v);
@@ -96,7 +97,9 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
    private:
     template <class Offset> static constexpr bool is_none = std::is_same_v<Offset, sinks::NoOffset>;
     __device__ __forceinline__ int64_t plane() const { return int64_t(place.height()) * place.width(); }
-    __device__ __forceinline__ int existing(int own) const { return min(place.channel(own), Place::kChannels - 1); }
+    __device__ __forceinline__ int existing(int own) const {
+      return min(place.channel(own), Place::kChannels - 1);
+    }
     // One factor, or two where their product is no float32.
     __device__ __forceinline__ void unscale(float (&factor)[2], Accumulators<kTiles>& v) const {
       bool twice = false;
@@ -116,8 +119,8 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
   };
 };
 
-// partial (N, C, parts). tail as store::Strips'; of conv::Identity sums are scaled at the end. kLeaves: v becomes what
-// the tail makes of it, for the sinks behind, which are not to scale it.
+// partial (N, C, parts). tail as store::Strips'; of conv::Identity sums are scaled at the end. kLeaves: v
+// becomes what the tail makes of it, for the sinks behind, which are not to scale it.
 template <class What, class Tail, bool kLeaves = false> struct Positions {
   typename What::Part* partial;
   Tail tail;
@@ -144,7 +147,8 @@ template <class What, class Tail, bool kLeaves = false> struct Positions {
       running.begin(), row = int64_t(place.row()) * place.width() + place.column();
     }
     __device__ __forceinline__ void overlap() const { sinks::fetch_tile<Loop>(sink.tail, place, row); }
-    template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
+    template <class Offset>
+    __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
       const float2 power[2] = {place.unscale(g), place.unscale(g + 8)};
       const int64_t plane = int64_t(place.height()) * place.width();
@@ -189,7 +193,9 @@ template <class What, class Tail, bool kLeaves = false> struct Positions {
     }
 
    private:
-    __device__ __forceinline__ int existing(int own) const { return min(place.channel(own), Place::kChannels - 1); }
+    __device__ __forceinline__ int existing(int own) const {
+      return min(place.channel(own), Place::kChannels - 1);
+    }
   };
 };
 

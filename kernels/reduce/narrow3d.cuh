@@ -1,5 +1,5 @@
-// Sinks of a 3-D convolution (conv/narrow3d.cuh) that reduce a pointwise tail of v: over all channels, or over the
-// positions of each channel of a sample; in a fixed order. tail as store::Runs'.
+// Sinks of a 3-D convolution (conv/narrow3d.cuh) that reduce a pointwise tail of v: over all channels, or
+// over the positions of each channel of a sample; in a fixed order. tail as store::Runs'.
 #pragma once
 #include "conv/narrow3d.cuh"
 #include "reduce/channels.cuh"
@@ -29,7 +29,8 @@ template <class S, class Tail> struct Values {
         channels(S::kOut % 16 ? min(S::kOut - place.first_channel, 16) : 16) {
     if (S::kSplit && threadIdx.x < 16 * 8) {
       const int c = threadIdx.x / 8;
-      const double own = level_of(place.c, place.tile.n, place.first_channel + min(c, channels - 1));  // by whole warps
+      const double own =
+          level_of(place.c, place.tile.n, place.first_channel + min(c, channels - 1));  // by whole warps
       if (threadIdx.x % 8 == 0) room.level[c] = float(own);
     }
   }
@@ -44,7 +45,8 @@ template <class S, class Tail> struct Values {
     return min(int(threadIdx.x % 32) / 4 + 8 * r, channels - 1);
   }
   // Of position q + 8 j + 2 t + u.
-  __device__ __forceinline__ float operator()(const Accumulators& v, const WarpTile& tile, int j, int u, int r) const {
+  __device__ __forceinline__ float operator()(const Accumulators& v, const WarpTile& tile, int j, int u,
+                                              int r) const {
     const float sum = v[j][2 * r + u], value = S::kSplit ? fmaf(sum, unit[r], level[r]) : sum * unit[r];
     const int position = min(tile.q + 8 * j + 2 * int(threadIdx.x % 4) + u, tile.positions - 1);
     const int64_t at = place.before() + existing(r) * place.channel_size() + tile.plane * plane + position;
@@ -52,7 +54,8 @@ template <class S, class Tail> struct Values {
   }
 };
 
-// ------------------------------------------------------------------------------------------------------ channels
+// ------------------------------------------------------------------------------------------------------
+// channels
 
 // y (N, D', H', W') = after(reduction over channels, at of y); where a block hasn't all channels, partial (N,
 // sixteens, D', H', W') in y's place.
@@ -88,7 +91,8 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
         const bool upper = g >> step & 1;
 #pragma unroll
         for (int i = 0; i < count; i++) {
-          const Partial mine = upper ? of_lane[count + i] : of_lane[i], given = upper ? of_lane[i] : of_lane[count + i];
+          const Partial mine = upper ? of_lane[count + i] : of_lane[i],
+                        given = upper ? of_lane[i] : of_lane[count + i];
           const Partial other = exchange(given, 4 << step);
           of_lane[i] = upper ? Reduction::merge(other, mine) : Reduction::merge(mine, other);
         }
@@ -97,7 +101,8 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
       const int i = g % 2 * 4 + g / 2 % 2 * 2 + g / 4, position = tile.q + i / 2 * 8 + 2 * t + i % 2;
       if (position >= tile.positions) return;
       const Place<S>& place = values.place;
-      const int64_t plane = place.tile.n * (kAll ? 1 : (S::kOut + 15) / 16) + (kAll ? 0 : place.first_channel / 16);
+      const int64_t plane =
+          place.tile.n * (kAll ? 1 : (S::kOut + 15) / 16) + (kAll ? 0 : place.first_channel / 16);
       const int64_t at = plane * place.channel_size() + int64_t(place.tile.first_row) * place.c.OW +
                          tile.plane * values.plane + position;
       if constexpr (kAll) write<Reduction>(sink.y, sink.after, of_lane[0], at);
@@ -109,16 +114,18 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
       Partial other;
 #pragma unroll
       for (int i = 0; i < int(sizeof(Partial) / 4); i++)
-        reinterpret_cast<float*>(&other)[i] = __shfl_xor_sync(~0u, reinterpret_cast<const float*>(&p)[i], mask);
+        reinterpret_cast<float*>(&other)[i] =
+            __shfl_xor_sync(~0u, reinterpret_cast<const float*>(&p)[i], mask);
       return other;
     }
   };
 };
 
-// ----------------------------------------------------------------------------------------------------- positions
+// -----------------------------------------------------------------------------------------------------
+// positions
 
-// partial (N, C, parts), a part a tile: reduce::Positions'. kLeaves: v becomes what the tail makes of it, for the sinks
-// behind, which are not to scale it.
+// partial (N, C, parts), a part a tile: reduce::Positions'. kLeaves: v becomes what the tail makes of it, for
+// the sinks behind, which are not to scale it.
 template <class What, class Tail, bool kLeaves = false> struct Positions {
   using Part = typename What::Part;
   static constexpr bool kLeavesValues = kLeaves;
@@ -129,7 +136,8 @@ template <class What, class Tail, bool kLeaves = false> struct Positions {
     Part of_warp[kBlockWarps][16];
   };
   template <class S> struct Warp : IdleWarp {
-    static constexpr bool kPlain = std::is_same_v<Tail, conv::Identity>;  // sums as they are, scaled at the end
+    static constexpr bool kPlain =
+        std::is_same_v<Tail, conv::Identity>;  // sums as they are, scaled at the end
     const Positions& sink;
     Shared<S>& room;
     Values<S, Tail> values;

@@ -1,6 +1,6 @@
-// Sums over the positions of each channel of a sample: what mainloops' sinks (reduce/narrow2d.cuh, narrow3d.cuh,
-// wide.cuh) make of a pointwise tail of v, as moments or as plain sums. In a row in float, over rows in double; parts
-// are merged later, in their order.
+// Sums over the positions of each channel of a sample: what mainloops' sinks (reduce/narrow2d.cuh,
+// narrow3d.cuh, wide.cuh) make of a pointwise tail of v, as moments or as plain sums. In a row in float, over
+// rows in double; parts are merged later, in their order.
 #pragma once
 #include "conv/exact.cuh"
 #include "conv/tail.cuh"
@@ -32,7 +32,8 @@ struct OfSums {
 };
 
 // `count` parts, `step` apart, in their order.
-template <class What> __device__ typename What::Part together(const typename What::Part* parts, int count, int step) {
+template <class What>
+__device__ typename What::Part together(const typename What::Part* parts, int count, int step) {
   typename What::Part all = parts[0];
 #pragma unroll 1
   for (int i = 1; i < count; i++) all = What::merged(all, parts[i * step]);
@@ -60,7 +61,8 @@ template <class What> struct Running {
   // The first value of four lanes' is the shift.
   __device__ __forceinline__ void start(float low, float high) {
     started = true;
-    shift[0] = __shfl_sync(~0u, low, threadIdx.x % 32 & ~3), shift[1] = __shfl_sync(~0u, high, threadIdx.x % 32 & ~3);
+    shift[0] = __shfl_sync(~0u, low, threadIdx.x % 32 & ~3),
+    shift[1] = __shfl_sync(~0u, high, threadIdx.x % 32 & ~3);
   }
   __device__ __forceinline__ void add(int half, float value, bool real) {
     const float moved = real ? (What::kShifts ? value - shift[half] : value) : 0.f;
@@ -81,7 +83,8 @@ template <class What> struct Running {
   }
 };
 
-// partial (N, C, parts) one by one (conv/exact.cuh): a part has as many positions as another, whichever they are.
+// partial (N, C, parts) one by one (conv/exact.cuh): a part has as many positions as another, whichever they
+// are.
 template <class Values, class What, class Tail> struct ExactPositions {
   Values v;
   typename What::Part* partial;
@@ -90,13 +93,15 @@ template <class Values, class What, class Tail> struct ExactPositions {
   HOST_DEVICE int64_t results() const { return Values::kOut * parts; }  // of a sample
   __device__ void operator()(int64_t n, int64_t i) const {
     const int c = int(i / parts);
-    const int64_t part = i % parts, size = v.positions(), first = part * size / parts, last = (part + 1) * size / parts;
+    const int64_t part = i % parts, size = v.positions(), first = part * size / parts,
+                  last = (part + 1) * size / parts;
     const typename Tail::Channel channel = tail.channel(n, c);
     float shift = 0;
     double sum = 0, square = 0;
 #pragma unroll 1
     for (int64_t position = first; position < last; position++) {
-      const float value = conv::tail_of(tail, v(n, c, position), channel, (n * Values::kOut + c) * size + position);
+      const float value =
+          conv::tail_of(tail, v(n, c, position), channel, (n * Values::kOut + c) * size + position);
       if (What::kShifts && position == first) shift = value;
       const float moved = What::kShifts ? value - shift : value;
       sum += moved, square += moved * moved;

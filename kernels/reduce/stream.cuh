@@ -1,6 +1,6 @@
-// Where a streamed convolution's results go (conv/stream.cuh) if they are reduced: over channels, or over positions. A
-// warp hands over 16 channels at 8·kTiles positions, which may run over samples, as products leave them; what it makes
-// of them is merged by a later launch, in a fixed order.
+// Where a streamed convolution's results go (conv/stream.cuh) if they are reduced: over channels, or over
+// positions. A warp hands over 16 channels at 8·kTiles positions, which may run over samples, as products
+// leave them; what it makes of them is merged by a later launch, in a fixed order.
 #pragma once
 #include "conv/stream.cuh"
 #include "reduce/channels.cuh"
@@ -18,7 +18,8 @@ template <class Reduction> struct StreamChannels {
 
   template <int kTiles>
   __device__ __forceinline__ void store(uint8_t* staging, const float (&values)[kTiles][4],
-                                        const store::Patch& patch, const store::Flat& where, int channels) const {
+                                        const store::Patch& patch, const store::Flat& where,
+                                        int channels) const {
     const int S = where.S;
     Room<kTiles>& room = *reinterpret_cast<Room<kTiles>*>(staging);
     meet<Reduction>(room, values, patch.channel, channels - patch.channel);
@@ -32,8 +33,8 @@ template <class Reduction> struct StreamChannels {
   }
 };
 
-// partial (N, C, parts): of what a sample's positions have in each warp's share; where there are fewer, the last are
-// of nothing.
+// partial (N, C, parts): of what a sample's positions have in each warp's share; where there are fewer, the
+// last are of nothing.
 template <class What> struct StreamPositions {
   static constexpr bool kReduces = true, kLast = false;
   static constexpr int kWarpBytes = 0;
@@ -63,7 +64,9 @@ template <class What> struct StreamPositions {
       running.begin();
       if constexpr (What::kShifts) {  // by about the mean
         float sum[2] = {};
-        each([&](float low, float high, bool real) { sum[0] += real ? low : 0.f, sum[1] += real ? high : 0.f; });
+        each([&](float low, float high, bool real) {
+          sum[0] += real ? low : 0.f, sum[1] += real ? high : 0.f;
+        });
         for (int half = 0; half < 2; half++) running.shift[half] = of_four(sum[half]) / float(end - from);
       }
       each([&](float low, float high, bool real) { running.add(0, low, real), running.add(1, high, real); });

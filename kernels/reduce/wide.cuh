@@ -1,6 +1,6 @@
-// Where a wide convolution's results go (conv/wide.cuh) if they are reduced: over channels, or over positions. A warp
-// hands over 16 channels × 8·kTiles pixels of a row, as products leave them; what it makes of them is merged by a later
-// launch, in a fixed order.
+// Where a wide convolution's results go (conv/wide.cuh) if they are reduced: over channels, or over
+// positions. A warp hands over 16 channels × 8·kTiles pixels of a row, as products leave them; what it makes
+// of them is merged by a later launch, in a fixed order.
 #pragma once
 #include "reduce/channels.cuh"
 #include "reduce/positions.cuh"
@@ -25,7 +25,8 @@ template <class Reduction> struct WideChannels {
   Partial* y;
 
   template <int kTiles>
-  __device__ __forceinline__ void accept(const float (&values)[kTiles][4], void* staging, const WidePlace& place) const {
+  __device__ __forceinline__ void accept(const float (&values)[kTiles][4], void* staging,
+                                         const WidePlace& place) const {
     Room<kTiles>& room = *static_cast<Room<kTiles>*>(staging);
     meet<Reduction>(room, values, place.channel, place.channels());
     const int64_t plane = place.n * ((place.channels_out + 15) / 16) + place.channel / 16;
@@ -45,8 +46,10 @@ template <class What> struct WidePositions {
   result_t* y;
 
   template <int kTiles>
-  __device__ __forceinline__ void accept(const float (&values)[kTiles][4], void*, const WidePlace& place) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, tiles = (place.width + 8 * kTiles - 1) / (8 * kTiles);
+  __device__ __forceinline__ void accept(const float (&values)[kTiles][4], void*,
+                                         const WidePlace& place) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4,
+              tiles = (place.width + 8 * kTiles - 1) / (8 * kTiles);
     Running<What> running;
     running.begin();
     if (What::kShifts) running.start(values[0][0], values[0][2]);

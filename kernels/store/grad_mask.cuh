@@ -25,8 +25,8 @@ constexpr int kStrip = 64;
 HOST_DEVICE int64_t mask_row(int64_t width, int channels) {
   return (width + kStrip - 1) / kStrip * channels * 4;
 }
-HOST_DEVICE int64_t mask_index(
-    int64_t n, int64_t channel, int64_t row, int64_t column, int64_t height, int64_t width, int channels) {
+HOST_DEVICE int64_t mask_index(int64_t n, int64_t channel, int64_t row, int64_t column, int64_t height,
+                               int64_t width, int channels) {
   return (n * height + row) * mask_row(width, channels) + (column / kStrip * channels + channel) * 4;
 }
 
@@ -60,8 +60,8 @@ struct GradMask {
 
   // A warp's to `words`, those of its first channel and strip; so many of its channels and pixels exist.
   template <int kChannels, int kTiles>
-  static __device__ __forceinline__ void store(
-      uint32_t* words, const Kept<kTiles>& kept, int channels, int64_t pixels) {
+  static __device__ __forceinline__ void store(uint32_t* words, const Kept<kTiles>& kept, int channels,
+                                               int64_t pixels) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kTiles / 8; i++, words += kChannels * 4) {

@@ -1,7 +1,7 @@
-// A sink that stores a wide convolution's rows of several tiles (store/rows.cuh) where a block computes all of a row, but
-// not one after the other: of a sector that two tiles share, the first one's part waits in global memory for the second
-// one, which writes the sector. A warp's rows run on likewise, through a band. Only the other beginnings and ends of rows
-// are written by elements.
+// A sink that stores a wide convolution's rows of several tiles (store/rows.cuh) where a block computes all
+// of a row, but not one after the other: of a sector that two tiles share, the first one's part waits in
+// global memory for the second one, which writes the sector. A warp's rows run on likewise, through a band.
+// Only the other beginnings and ends of rows are written by elements.
 #pragma once
 #include "conv/wide_sm90_pipeline.cuh"
 #include "host/tensor.h"
@@ -9,8 +9,9 @@
 
 namespace conv {
 
-// As conv::TileScheduler, but blocks share all rows evenly, and tiles are counted through bands of up to kBandRows rows of a
-// sample, strips of a band from right to left, and rows. Only the first tile of a strip is asked for.
+// As conv::TileScheduler, but blocks share all rows evenly, and tiles are counted through bands of up to
+// kBandRows rows of a sample, strips of a band from right to left, and rows. Only the first tile of a strip
+// is asked for.
 constexpr int kBandRows = 32;
 struct BandScheduler {
   int OH, strips, begin, end;
@@ -21,10 +22,13 @@ struct BandScheduler {
     begin = int(int64_t(rows) * blockIdx.x / gridDim.x) * strips;
     end = int(int64_t(rows) * (blockIdx.x + 1) / gridDim.x) * strips;
   }
-  struct Place : TilePlace { int rows; };  // of the band
+  struct Place : TilePlace {
+    int rows;
+  };  // of the band
   __device__ __forceinline__ Place operator[](int tile) const {
     // A row of the tile's band, since bands have whole rows; and the band's first one.
-    const int row = tile / strips, n = row / OH, first = row - (row - max(begin / strips, n * OH)) % kBandRows;
+    const int row = tile / strips, n = row / OH,
+              first = row - (row - max(begin / strips, n * OH)) % kBandRows;
     const int rows = min(first + kBandRows, min((n + 1) * OH, end / strips)) - first;
     const int strip = strips - 1 - (tile - first * strips) / rows;
     return {{n, strip * kTileWidth, first - n * OH}, rows};
@@ -38,8 +42,8 @@ struct BandScheduler {
 namespace store {
 
 template <class T> struct JoinedRows : Rows<T> {
-  // Whole sectors, too: [block][row of a band][16 channels][where its tiles meet; where the next row meets it][channel]
-  // [half of a sector].
+  // Whole sectors, too: [block][row of a band][16 channels][where its tiles meet; where the next row meets
+  // it][channel] [half of a sector].
   uint4* waiting;
   static constexpr bool kJoins = true;
   using Tiles = conv::BandScheduler;
@@ -49,21 +53,26 @@ template <class T> struct JoinedRows : Rows<T> {
 
   // What waits of a convolution's rows, so wide, in units.
   template <int kBlockChannels> static int64_t units(const dim3& grid, int width) {
-    conv::expect((width - 1) % conv::kTileWidth + 1 >= kSector, "a row whose last tile has a sector at least");
+    conv::expect((width - 1) % conv::kTileWidth + 1 >= kSector,
+                 "a row whose last tile has a sector at least");
     return int64_t(grid.x) * grid.y * conv::kBandRows * kOfRow<kBlockChannels>;
   }
 
 #if TENSOR_CORE_WGMMA
-  // How the first or the last sector of a tile becomes whole: not at all; by a later tile, for which this one's part
-  // waits in `at`; by this one, for which a part waits there. at: the lane's, half of its channel's sector.
+  // How the first or the last sector of a tile becomes whole: not at all; by a later tile, for which this
+  // one's part waits in `at`; by this one, for which a part waits there. at: the lane's, half of its
+  // channel's sector.
   enum Share { kAlone, kGives, kTakes };
   struct End {
     Share share;
     uint4* at;
   };
-  struct Ends { End left, right; };
+  struct Ends {
+    End left, right;
+  };
 
-  // Of a warp's tile in row `line` of its band. kWhole: does a consumer have all rows, so that ends of rows are joined, too?
+  // Of a warp's tile in row `line` of its band. kWhole: does a consumer have all rows, so that ends of rows
+  // are joined, too?
   template <int kBlockChannels, bool kWhole>
   __device__ __forceinline__ Ends ends(const conv::BandScheduler::Place& place, int line, int local_channel,
                                        int OW) const {
@@ -82,8 +91,8 @@ template <class T> struct JoinedRows : Rows<T> {
   static __device__ __forceinline__ int shift_of(const T* to, int64_t stride, int channel) {
     return int(reinterpret_cast<uintptr_t>(to + channel * stride) / sizeof(T) % kSector);
   }
-  // Lanes l and l + 16 see to channel l: at which element of a sector a tile begins in it, and where it ends. (The lane
-  // is read anew, since what hangs on it would take registers while products are formed.)
+  // Lanes l and l + 16 see to channel l: at which element of a sector a tile begins in it, and where it ends.
+  // (The lane is read anew, since what hangs on it would take registers while products are formed.)
   struct Span {
     int lane, channel, shift, end;
     T* row;  // of staging
@@ -120,7 +129,8 @@ template <class T> struct JoinedRows : Rows<T> {
     await_copies<0>();
     __syncwarp();  // what waited is there
     const int low = shift_of(to, stride, g);
-    Rows<T>::template write_staging<0>(staging + g * kPitch + low + t * 2, values, __all_sync(~0u, low % 2 == 0));
+    Rows<T>::template write_staging<0>(staging + g * kPitch + low + t * 2, values,
+                                       __all_sync(~0u, low % 2 == 0));
     const int high = shift_of(to, stride, g + 8);
     Rows<T>::template write_staging<1>(staging + (g + 8) * kPitch + high + t * 2, values,
                                        __all_sync(~0u, high % 2 == 0));

@@ -1,5 +1,5 @@
-// A sink of what backward needs beside a wide convolution's results: what another tail makes of the same values, as
-// rows (store/rows.cuh) that a warp stores before its results, by way of the same staging.
+// A sink of what backward needs beside a wide convolution's results: what another tail makes of the same
+// values, as rows (store/rows.cuh) that a warp stores before its results, by way of the same staging.
 #pragma once
 #include "conv/tail.cuh"
 #include "conv/wide_sm90_pipeline.cuh"
@@ -40,12 +40,14 @@ template <class Tail, class Rows_> struct KeptRows : Nothing {
     return own;
   }
 
-  // Of 16 channels × 8·kTiles pixels, from `channel` of sample n on, to element `at` of the rows, channels `stride` apart;
-  // so many channels and pixels exist. low, high: as `apply` has them, for y. ends(rows): where they are joined.
+  // Of 16 channels × 8·kTiles pixels, from `channel` of sample n on, to element `at` of the rows, channels
+  // `stride` apart; so many channels and pixels exist. low, high: as `apply` has them, for y. ends(rows):
+  // where they are joined.
   template <int kTiles, class OfY, class Ends>
-  __device__ __forceinline__ void store_rows(int64_t at, void* staging, const float (&sums)[kTiles][4], int64_t n,
-                                             int channel, int64_t stride, int channels, int64_t pixels, const OfY& of_low,
-                                             const OfY& of_high, const Ends& ends) const {
+  __device__ __forceinline__ void store_rows(int64_t at, void* staging, const float (&sums)[kTiles][4],
+                                             int64_t n, int channel, int64_t stride, int channels,
+                                             int64_t pixels, const OfY& of_low, const OfY& of_high,
+                                             const Ends& ends) const {
     const int low = threadIdx.x % 32 / 4, high = low + 8;
     const Constants own[] = {constants(n, channel + low, low < channels, of_low),
                              constants(n, channel + high, high < channels, of_high)};

@@ -11,7 +11,8 @@
 
 namespace store {
 
-// Of a warp's results: the first position, of all samples', and how many exist; the first channel, and how many a warp has, the first 8 or all 16.
+// Of a warp's results: the first position, of all samples', and how many exist; the first channel, and how
+// many a warp has, the first 8 or all 16.
 struct Patch {
   int position, columns, channel, channels = 16;
 };
@@ -42,13 +43,18 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
   // conflicts.
   static constexpr int kPitch = kChannelsLast ? 20 : kPerWord == 1 ? 40 : 36;
   static constexpr int kWarpBytes = (kChannelsLast ? 32 : 16) * kPitch * 4;
-  struct alignas(4) Word { T at[kPerWord]; };
-  struct alignas(4 * sizeof(T)) Four { T at[4]; };
+  struct alignas(4) Word {
+    T at[kPerWord];
+  };
+  struct alignas(4 * sizeof(T)) Four {
+    T at[4];
+  };
 
   template <int kTiles, class Where>
   __device__ __forceinline__ void store(uint8_t* staging, const float (&values)[kTiles][4],
                                         const Patch& patch, const Where& where, int channels) const {
-    if constexpr (kChannelsLast) store_last(reinterpret_cast<float*>(staging), values, patch, where, channels);
+    if constexpr (kChannelsLast)
+      store_last(reinterpret_cast<float*>(staging), values, patch, where, channels);
     else store_planes(reinterpret_cast<Word*>(staging), values, patch, where, channels);
   }
 
@@ -67,7 +73,9 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
       for (int i = 0; i < kAtOnce * 2; i++) {
         const float* const two = values[first + i / 2] + i % 2 * 2;
         T* const to = staging[(g + i % 2 * 8) * kPitch].at + i / 2 * 8 + t * 2;
-        struct alignas(2 * sizeof(T)) Pair { T at[2]; };
+        struct alignas(2 * sizeof(T)) Pair {
+          T at[2];
+        };
         *reinterpret_cast<Pair*>(to) = Pair{T(two[0]), T(two[1])};
       }
       __syncwarp();  // everyone has written
@@ -88,7 +96,8 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
       const int count = min(channels - patch.channel, patch.channels);
 #pragma unroll
       for (int half = 0; half < 16; half += 8) {
-        Word words[8];  // all are read before the first is stored: the compiler keeps a read behind an earlier store
+        Word words[8];  // all are read before the first is stored: the compiler keeps a read behind an
+                        // earlier store
 #pragma unroll
         for (int c = 0; c < 8; c++) words[c] = staging[(half + c) * kPitch + lane];
         if (!any) continue;
@@ -123,7 +132,7 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
 #pragma unroll
       for (int i = 0; i < 16; i++)
         staging[(i / 4 * 8 + t * 2 + i % 2) * kPitch + g + i / 2 % 2 * 8] = values[first + i / 4][i % 4];
-      __syncwarp();  // everyone has written
+      __syncwarp();     // everyone has written
       float4 fours[4];  // all are read before the first is stored
 #pragma unroll
       for (int i = 0; i < 4; i++)
@@ -135,7 +144,9 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
         if constexpr (kRounds)
           four = {nearest_tf32(four.x), nearest_tf32(four.y), nearest_tf32(four.z), nearest_tf32(four.w)};
         const int64_t at = where.among_all(patch.position + first * 8 + column);
-        if (first * 8 + column >= patch.columns || own >= min(channels, patch.channel + patch.channels) || at < 0) continue;
+        if (first * 8 + column >= patch.columns || own >= min(channels, patch.channel + patch.channels) ||
+            at < 0)
+          continue;
         T* const to = y + at * channels + own;
         const Four values{T(four.x), T(four.y), T(four.z), T(four.w)};
         if (whole) {

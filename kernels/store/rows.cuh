@@ -13,7 +13,7 @@ using namespace tensor_core;
 
 // By way of a warp's staging, so that neighbouring lanes store neighbouring pixels.
 struct Staged {
-  static constexpr int kPitch = 72;             // floats from channel to channel: 8 banks on, no conflicts
+  static constexpr int kPitch = 72;               // floats from channel to channel: 8 banks on, no conflicts
   static constexpr int kBytes = 16 * kPitch * 4;  // of a warp
 
   // 16 channels × 64 pixels to y at `to`, channels `stride` apart; of these `channels` and `pixels` exist.
@@ -112,7 +112,8 @@ template <class T> struct Rows {
       const int from = head ? shift : last;
       const int stop = head ? (continues ? 0 : min(first, end)) : (continued ? 0 : end);
       if (pixels >= kSector) store_edge(out, mine, from, real ? max(stop - from, 0) : 0, head);
-      else for (int i = from; i < (real ? stop : 0); i++) out[i] = mine[i];
+      else
+        for (int i = from; i < (real ? stop : 0); i++) out[i] = mine[i];
     }
   }
   // Shared memory must outlive the copies from it.
@@ -127,8 +128,8 @@ template <class T> struct DirectRows {
   using result_t = T;
   static constexpr int kSector = 1, kWarpBytes = 0;
 
-  static __device__ __forceinline__ void store(
-      T* to, uint8_t*, const float (&values)[16][4], int64_t stride, int channels, int pixels, bool, bool) {
+  static __device__ __forceinline__ void store(T* to, uint8_t*, const float (&values)[16][4], int64_t stride,
+                                               int channels, int pixels, bool, bool) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const bool aligned = stride % 2 == 0 && uintptr_t(to) % sizeof(Pair<T>) == 0;
 #pragma unroll

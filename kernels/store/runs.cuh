@@ -21,9 +21,9 @@ struct Identity {
 // Four results of a channel at a time, or one by one (kVectors false) where y or a tile's rows don't start at
 // a multiple of four. A turn's results wait in shared memory until the next turn's products give time to
 // store them. kWhole: v is the whole convolution; else that of x - shift, to which somebody adds what is
-// missing. kScaled: v comes as products leave it; else a sink in front has left its tail's values in v's place.
-template <class Tail, class T, bool kVectors, bool kWhole = true, bool kScaled = true>
-struct Runs {
+// missing. kScaled: v comes as products leave it; else a sink in front has left its tail's values in v's
+// place.
+template <class Tail, class T, bool kVectors, bool kWhole = true, bool kScaled = true> struct Runs {
   static constexpr int kPitch = kTurn + 8;       // of a channel: stores of 8 channels meet no bank conflict
   static constexpr int kLanes = kTurn / 4;       // that store a channel's results of a turn
   static constexpr int kChannels = 32 / kLanes;  // that a warp stores at a time
@@ -37,11 +37,9 @@ struct Runs {
   struct WithLevels : Staging {
     float level[16];
   };
-  template <class S>
-  using Shared = std::conditional_t<kWhole && S::kSplit, WithLevels, Staging>;
+  template <class S> using Shared = std::conditional_t<kWhole && S::kSplit, WithLevels, Staging>;
 
-  template <class S>
-  struct Warp : IdleWarp {
+  template <class S> struct Warp : IdleWarp {
     using Room = Shared<S>;
     static constexpr bool kAddsLevel = kWhole && S::kSplit;
     const Runs& sink;
@@ -58,13 +56,8 @@ struct Runs {
     typename Tail::Channel own[2];
 
     __device__ __forceinline__ Warp(const Runs& sink, Room& room, const Place<S>& place)
-        : sink(sink),
-          place(place),
-          room(room),
-          channel(place.channel_size()),
-          plane(place.c.OH * place.c.OW),
-          channels(S::kOut % 16 ? min(S::kOut - place.first_channel, 16) : 16),
-          from(sink.y + place.before()),
+        : sink(sink), place(place), room(room), channel(place.channel_size()), plane(place.c.OH * place.c.OW),
+          channels(S::kOut % 16 ? min(S::kOut - place.first_channel, 16) : 16), from(sink.y + place.before()),
           lane_at(from + int(threadIdx.x % 32) / kLanes * channel + int(threadIdx.x % 32) % kLanes * 4),
           staging(room.staging[threadIdx.x / 32]) {
       if constexpr (kAddsLevel) {
@@ -149,17 +142,14 @@ struct Runs {
 };
 
 // Results of another tail of the same values, straight from registers: eight of a channel side by side.
-template <class Tail, class T>
-struct Beside {
+template <class Tail, class T> struct Beside {
   T* to;
   Tail tail;
 
-  template <class S>
-  struct Shared {
+  template <class S> struct Shared {
     float level[16];
   };
-  template <class S>
-  struct Warp : IdleWarp {
+  template <class S> struct Warp : IdleWarp {
     const Beside& sink;
     const Place<S>& place;
     const Shared<S>& room;
@@ -171,7 +161,8 @@ struct Beside {
         : sink(sink), place(place), room(room), channels(min(S::kOut - place.first_channel, 16)) {
       if (threadIdx.x < 16 * 8) {
         const int c = threadIdx.x / 8;
-        const double own = S::kSplit ? level_of(place.c, place.tile.n, place.first_channel + min(c, channels - 1)) : 0;
+        const double own =
+            S::kSplit ? level_of(place.c, place.tile.n, place.first_channel + min(c, channels - 1)) : 0;
         if (threadIdx.x % 8 == 0) room.level[c] = float(own);
       }
     }
@@ -189,7 +180,8 @@ struct Beside {
       for (int r = 0; r < 2; r++) {
         if (g + 8 * r >= channels) continue;
         const int64_t plane = int64_t(place.c.OH) * place.c.OW;
-        const int64_t first = place.before() + tile.plane * plane + (g + 8 * r) * place.channel_size() + tile.q;
+        const int64_t first =
+            place.before() + tile.plane * plane + (g + 8 * r) * place.channel_size() + tile.q;
 #pragma unroll
         for (int j = 0; j < kFragments; j++) {
           const int q = 8 * j + 2 * t, left = tile.positions - tile.q - q;
@@ -209,8 +201,7 @@ struct Beside {
 };
 
 // Are y's and a tile's rows such that Runs may store four results at a time?
-template <class S, class T>
-bool vectors_fit_runs(const T* y, const Convolution<S>& c) {
+template <class S, class T> bool vectors_fit_runs(const T* y, const Convolution<S>& c) {
   return vectors_fit(y, int64_t(c.OH) * c.OW) && int64_t(c.rows) * c.OW % 4 == 0;
 }
 
@@ -227,9 +218,11 @@ void pointwise(const In<typename S::value_t>& x, const In<typename S::value_t>& 
   const auto each = conv::all_of(conv::each_value<T>(values, stored.to, stored.tail),
                                  conv::each_value<More>(values, beside.to, beside.tail)...);
   if (vectors_fit_runs(stored.to.data, c))
-    exact(c, each, stream, Runs<Tail, T, true>{stored.to, stored.tail}, Beside<Tails, More>{beside.to, beside.tail}...);
+    exact(c, each, stream, Runs<Tail, T, true>{stored.to, stored.tail},
+          Beside<Tails, More>{beside.to, beside.tail}...);
   else
-    exact(c, each, stream, Runs<Tail, T, false>{stored.to, stored.tail}, Beside<Tails, More>{beside.to, beside.tail}...);
+    exact(c, each, stream, Runs<Tail, T, false>{stored.to, stored.tail},
+          Beside<Tails, More>{beside.to, beside.tail}...);
 }
 
 }  // namespace store

@@ -1,8 +1,8 @@
 // A sink (core/sinks.cuh) that stores a pointwise tail of v, rows of any length, in whole sectors.
 //
-// Rows of a channel, and the tiles of a row, follow one another in memory. They pass through shared memory, where
-// an element lies as it does in its sector; what fills no sector waits there for the next tile. Only the first and
-// the last sector of a strip, and of a row that is cut among blocks, are written by elements.
+// Rows of a channel, and the tiles of a row, follow one another in memory. They pass through shared memory,
+// where an element lies as it does in its sector; what fills no sector waits there for the next tile. Only
+// the first and the last sector of a strip, and of a row that is cut among blocks, are written by elements.
 #pragma once
 #include "conv/narrow2d_exact.cuh"
 #include "core/sinks.cuh"
@@ -21,7 +21,8 @@ template <class T, class Tail, bool kScaled = true> struct Strips {
 
   static constexpr int kRowGroup = 1;
   static constexpr int kSector = 32 / sizeof(T), kVector = 16 / sizeof(T);  // elements
-  template <class Loop> static constexpr int kPitch = Loop::kColumns + kSector;  // from channel to channel: 8 banks on
+  template <class Loop>
+  static constexpr int kPitch = Loop::kColumns + kSector;  // from channel to channel: 8 banks on
   template <class Loop> struct Shared {
     alignas(16) T rows[Loop::kBlockChannels][kPitch<Loop>];
   };
@@ -33,14 +34,16 @@ template <class T, class Tail, bool kScaled = true> struct Strips {
     const Place& place;
     const Tail& tail;
     T* const y;
-    T* const staging;   // [16][kStagingPitch]
-    T* out;             // the first element of the next tile, of the warp's first channel
-    int left, behind;    // tiles that are still to come; elements of a channel since the strip, or the row's tile, began
-    int staged;          // columns that wait to be written
+    T* const staging;  // [16][kStagingPitch]
+    T* out;            // the first element of the next tile, of the warp's first channel
+    int left, behind;  // tiles that are still to come; elements of a channel since the strip, or the row's
+                       // tile, began
+    int staged;        // columns that wait to be written
     typename Tail::Channel channel[2];
 
     __device__ __forceinline__ Warp(const Strips& sink, Shared<Loop>& shared, const Place& place)
-        : place(place), tail(sink.tail), y(sink.y), staging(&shared.rows[0][0] + place.first_own * kStagingPitch) {
+        : place(place), tail(sink.tail), y(sink.y),
+          staging(&shared.rows[0][0] + place.first_own * kStagingPitch) {
 #pragma unroll
       for (int half = 0; half < 2; half++)
         channel[half] = tail.channel(place.sample(), existing(half * 8 + threadIdx.x % 32 / 4));
@@ -49,7 +52,8 @@ template <class T, class Tail, bool kScaled = true> struct Strips {
       out = y + (place.first * place.height() + place.row()) * place.width() + place.column();
       left = place.rows() * Loop::kRowTiles, behind = 0, staged = 0;
     }
-    template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
+    template <class Offset>
+    __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
       __syncwarp();  // what waits lies where it belongs
 #pragma unroll
@@ -63,20 +67,24 @@ template <class T, class Tail, bool kScaled = true> struct Strips {
           const int column = i / 2 * 8 + i % 2;
           float value = v[i / 2][half * 2 + i % 2];
           if constexpr (!std::is_same_v<Offset, sinks::NoOffset>) value += offset[half];
-          row[column] = T(tail(value * power.x * power.y, channel[half], at + min(column + 2 * t, place.columns - 1)));
+          row[column] =
+              T(tail(value * power.x * power.y, channel[half], at + min(column + 2 * t, place.columns - 1)));
         }
       }
       staged = place.columns, left--;
     }
     __device__ __forceinline__ void overlap() {
       if (staged > 0) write_tile();
-      if constexpr (sinks::fetches<Tail>) sinks::fetch_tile<Loop>(tail, place, out - y - place.first * plane());
+      if constexpr (sinks::fetches<Tail>)
+        sinks::fetch_tile<Loop>(tail, place, out - y - place.first * plane());
     }
     __device__ __forceinline__ void end() { overlap(); }
 
    private:
     __device__ __forceinline__ int64_t plane() const { return int64_t(place.height()) * place.width(); }
-    __device__ __forceinline__ int existing(int own) const { return min(place.channel(own), Place::kChannels - 1); }
+    __device__ __forceinline__ int existing(int own) const {
+      return min(place.channel(own), Place::kChannels - 1);
+    }
     // Where in its sector the row begins.
     __device__ __forceinline__ int phase(int own) const {
       return int((uint32_t(uintptr_t(out) / sizeof(T)) + own * uint32_t(plane())) % kSector);
@@ -127,7 +135,8 @@ template <class T, class Tail, bool kScaled = true> struct Strips {
       T* const to = out + own * plane() - lead;
       const T* const row = staging + own * kStagingPitch;
       if (staged >= kVector) store_edge(to, row, begin, max(end - begin, 0), head);
-      else for (int e = begin; e < end; e++) to[e] = row[e];
+      else
+        for (int e = begin; e < end; e++) to[e] = row[e];
     }
     // What fills no sector comes first, where the next row's sectors begin.
     __device__ __forceinline__ void keep_rest() {
@@ -153,8 +162,9 @@ void pointwise(const In<value_t>& x, const In<value_t>& weight, cudaStream_t str
                const conv::Stored<T, Tails>&... stored) {
   using Filter = typename Tile::Filter;
   using conv::narrow2d::kShared;
-  static_assert(kShared<Tile, Strips<T, Tails>..., conv::narrow2d::Doubt> == kShared<Tile, Strips<T, Tails>...>,
-                "as planned");
+  static_assert(
+      kShared<Tile, Strips<T, Tails>..., conv::narrow2d::Doubt> == kShared<Tile, Strips<T, Tails>...>,
+      "as planned");
   const conv::Exact<Filter::kIn, Filter::kOut, 1, Filter::kHeight, Filter::kWidth> values(x, weight);
   const auto each = conv::all_of(conv::each_value<T>(values, stored.to, stored.tail)...);
   (expect_elements("a result", stored.to, x.size(0) * Filter::kOut * values.positions()), ...);

@@ -47,8 +47,8 @@ struct Gradients {
 
 // dx, from the sums and from the shift that `partial` begins with; what is behind that is overwritten.
 template <class P>
-void add_input(value_t* dx, const value_t* x, typename P::Saved saved, GroupShape shape, typename P::Geometry whole,
-               typename P::Merged sums, float* partial, cudaStream_t stream) {
+void add_input(value_t* dx, const value_t* x, typename P::Saved saved, GroupShape shape,
+               typename P::Geometry whole, typename P::Merged sums, float* partial, cudaStream_t stream) {
   using Borders = Bordering<typename P::Build>;
   const int64_t N = shape.N;
   const int stride = whole.W <= 2 * P::kInputColumns ? P::kInputColumns : P::kInputColumns - 8;
@@ -65,7 +65,8 @@ void add_input(value_t* dx, const value_t* x, typename P::Saved saved, GroupShap
   compose<<<unsigned(N + 1), P::kComposeThreads, 0, stream>>>(composed, saved.weight, sums, shape);
   input_gradient<<<unsigned(geometry.strips * tiles * N), P::kInputThreads, P::InputLayout::kBytes, stream>>>(
       dx, x, partial, composed, saved, shape, geometry, tiles, stride);
-  add_border<<<border, Borders::kBorderThreads, Borders::kBorderShared, stream>>>(dx, x, partial, composed, geometry);
+  add_border<<<border, Borders::kBorderThreads, Borders::kBorderShared, stream>>>(dx, x, partial, composed,
+                                                                                  geometry);
 }
 
 // The gradients: of x, too, where P is an Input, and else not, where it is a Merging. saved: what forward was
@@ -79,8 +80,9 @@ void backward(const Gradients& d, const In<output_t>& dy, const In<value_t>& x, 
   const int64_t N = whole.N, selected = dy.numel();
   expect_elements("kept", kept, pool::Kept::size(selected, N, P::kOut, G));
   const pool::Kept own(const_cast<float*>(kept.data), selected, N, P::kOut, G);
-  const typename P::Saved saved{weight, dy, own.window_max, own.argmax, own.flat, own.group_mean, own.group_rstd,
-                                own.conv_bias, norm_weight, own.bias, tail};
+  const typename P::Saved saved{
+      weight,        dy,          own.window_max, own.argmax, own.flat, own.group_mean, own.group_rstd,
+      own.conv_bias, norm_weight, own.bias,       tail};
   const auto geometry = whole.shared_out(whole.tile_rows(), N * P::kStripBlocks);
   const GroupShape shape{N, P::kOut, G, int64_t(whole.height()) * whole.width()};
   int64_t room = P::Partial::count(N, geometry.strips);
@@ -99,8 +101,8 @@ void backward(const Gradients& d, const In<output_t>& dy, const In<value_t>& x, 
   strip<<<unsigned(geometry.strips * N * P::kStripBlocks), kThreads, P::StripLayout::kBytes, stream>>>(
       parts, x, saved, shape, geometry);
   sample<<<unsigned(N), P::kSampleThreads, 0, stream>>>(sums, parts, saved, shape, geometry);
-  total<<<P::kOut * (P::kDepth + 4) / 32, kThreads, 0, stream>>>(
-      d.weight, d.conv_bias, d.norm_weight, d.norm_bias, d.scale, sums, scales, int(N));
+  total<<<P::kOut*(P::kDepth + 4) / 32, kThreads, 0, stream>>>(d.weight, d.conv_bias, d.norm_weight,
+                                                               d.norm_bias, d.scale, sums, scales, int(N));
   if (!scales) sum_rows({{d.scale, 1}}, sums.gradients + 3 * N * P::kOut, N, P::kOut, stream);
   if constexpr (P::kOfInput) add_input<P>(d.x, x, saved, shape, whole, sums, partial, stream);
 }

@@ -25,12 +25,15 @@ template <class P> struct Bordering : Composing<P> {
   }
 
   // Two threads share an edge's pixel: each has every second row of the filter.
-  static constexpr int kBorderPixels = kReachH > 5 || kReachW > 5 ? 32 : 128, kBorderThreads = 2 * kBorderPixels;
+  static constexpr int kBorderPixels = kReachH > 5 || kReachW > 5 ? 32 : 128,
+                       kBorderThreads = 2 * kBorderPixels;
   static constexpr int kPixelPitch = kInputChannels + 4;  // no bank conflicts
   static constexpr int kOfRow = kReachH * (kBorderPixels + 2 * kHaloW);
   static constexpr int kOfColumn = (kBorderPixels + 2 * kHaloH) * kReachW;
-  static constexpr int kBorderFilter = kReachH * kReachW * kInputChannels * kInputChannels;  // (row, column, in, out)
-  static constexpr int kBorderShared = ((kOfRow > kOfColumn ? kOfRow : kOfColumn) * kPixelPitch + kBorderFilter) * 4;
+  static constexpr int kBorderFilter =
+      kReachH * kReachW * kInputChannels * kInputChannels;  // (row, column, in, out)
+  static constexpr int kBorderShared =
+      ((kOfRow > kOfColumn ? kOfRow : kOfColumn) * kPixelPitch + kBorderFilter) * 4;
   static constexpr int kEdges = 2 * kHaloH + 2 * kHaloW;
 
   // What a block knows of its sample: adds to dx there.
@@ -44,8 +47,8 @@ template <class P> struct Bordering : Composing<P> {
     const value_t* const sample = x + int64_t(n) * kIn * geometry.plane_size();
 
     __device__ __forceinline__ void add(int channel, int row, int column, float value) const {
-      value_t* const to = dx + (int64_t(n) * kIn + channel) * geometry.plane_size() +
-                          int64_t(row) * geometry.W + column;
+      value_t* const to =
+          dx + (int64_t(n) * kIn + channel) * geometry.plane_size() + int64_t(row) * geometry.W + column;
       *to = value_t(float(*to) + value);
     }
 
@@ -136,9 +139,8 @@ template <class P> struct Bordering : Composing<P> {
         const value_t* from = border.sample + (inside ? int64_t(row) * geometry.W + column : 0);
 #pragma unroll
         for (int c = 0; c < kInputChannels; c++) {
-          const float value = c < kIn ? float(from[c * geometry.plane_size()]) -
-                                                    border.shift[border.n * kIn + c]
-                                              : 0.f;
+          const float value =
+              c < kIn ? float(from[c * geometry.plane_size()]) - border.shift[border.n * kIn + c] : 0.f;
           pixels[i * kPixelPitch + c] = inside ? value : 0.f;
         }
       }
@@ -187,10 +189,11 @@ template <class P> struct Bordering : Composing<P> {
     }
   };
 
-  // Grid: samples, of which there may be more than a grid has rows; all corners, and edges. What takes longest
-  // comes first, so that it is not what the others wait for: a thread of a corner's has one load after the
-  // other, and a column's pixels lie in as many sectors.
-  __device__ __forceinline__ static void add_border(value_t* dx, const value_t* x, const float* shift, Composed composed, Geometry geometry) {
+  // Grid: samples, of which there may be more than a grid has rows; all corners, and edges. What takes
+  // longest comes first, so that it is not what the others wait for: a thread of a corner's has one load
+  // after the other, and a column's pixels lie in as many sectors.
+  __device__ __forceinline__ static void add_border(value_t* dx, const value_t* x, const float* shift,
+                                                    Composed composed, Geometry geometry) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ float level[kInputChannels];
     __shared__ float halves[kBorderPixels][kInputChannels + 1];
@@ -200,9 +203,13 @@ template <class P> struct Bordering : Composing<P> {
     const bool down = at < 2 * kHaloW;
     const int own = down ? at : at - 2 * kHaloW;
     float* const filter = reinterpret_cast<float*>(shared);
-    const Edge edge{border, down, range_of(down ? kHaloH : own + (own >= kHaloH), kHaloH, geometry.H),
-                    range_of(down ? own + (own >= kHaloW) : kHaloW, kHaloW, geometry.W), filter,
-                    filter + kBorderFilter, level};
+    const Edge edge{border,
+                    down,
+                    range_of(down ? kHaloH : own + (own >= kHaloH), kHaloH, geometry.H),
+                    range_of(down ? own + (own >= kHaloW) : kHaloW, kHaloW, geometry.W),
+                    filter,
+                    filter + kBorderFilter,
+                    level};
     if (edge.is_empty()) return;
     edge.compose_filter();
 
@@ -234,8 +241,8 @@ template <class P> struct Bordering : Composing<P> {
 
 template <class P>
 __global__ void __launch_bounds__(P::kBorderThreads, 4)
-border_kernel(value_t* dx, const value_t* x, const float* shift, typename P::Composed composed,
-              typename P::Geometry geometry) {
+    border_kernel(value_t* dx, const value_t* x, const float* shift, typename P::Composed composed,
+                  typename P::Geometry geometry) {
   P::add_border(dx, x, shift, composed, geometry);
 }
 

@@ -20,16 +20,16 @@ template <class P> struct Composing : Merging<P> {
   using typename Base::Merged;
 
   static constexpr int kInputChannels = kPlanes * 8;
-  static constexpr int kFilterSteps = kOut / 16;             // products of 16 channels
+  static constexpr int kFilterSteps = kOut / 16;                      // products of 16 channels
   static constexpr int kHaloH = kFilterH - 1, kHaloW = kFilterW - 1;  // of dx beyond v, and of x beyond dx
   static constexpr int kReachH = 2 * kHaloH + 1, kReachW = 2 * kHaloW + 1;  // of the composed filter
 
   // What compose_kernel makes, where `backward` had its sums: operands of products, in the order in which
   // lanes have them, and what the border needs.
   struct Composed {
-    uint4* filters;   // (kFilterSteps, kUnits, 32): weight, scaled by channel out; see `fragment`
-    uint4* composed;  // (N, kPlanes out, kPlanes in, kFilterW, kReachH, 32): the filter, scaled by sample
-    float* products;  // (N, kTaps, kDepth, kInputChannels): Σ linear·(a tap's weight)·(a depth's weight)
+    uint4* filters;    // (kFilterSteps, kUnits, 32): weight, scaled by channel out; see `fragment`
+    uint4* composed;   // (N, kPlanes out, kPlanes in, kFilterW, kReachH, 32): the filter, scaled by sample
+    float* products;   // (N, kTaps, kDepth, kInputChannels): Σ linear·(a tap's weight)·(a depth's weight)
     float* constants;  // (N, kTaps, kInputChannels): Σ constant·(a tap's weight)
     float* levels;     // (N, kInputChannels): those, of all taps
     float* unscale;    // (kOut): what undoes the scale of `filters`
@@ -38,19 +38,15 @@ template <class P> struct Composing : Merging<P> {
     static constexpr int kOfSample = kPlanes * kPlanes * kFilterW * kReachH * 32;
     Composed(float* partial, int64_t N)
         : filters(reinterpret_cast<uint4*>(partial + (N * kIn + 3) / 4 * 4)),  // behind the shift
-          composed(filters + kFilters),
-          products(reinterpret_cast<float*>(composed + N * kOfSample)),
-          constants(products + N * kDepth * kDepth),
-          levels(constants + N * kDepth),
-          unscale(levels + N * kInputChannels),
-          exponents(reinterpret_cast<int*>(unscale + kOut)) {}
+          composed(filters + kFilters), products(reinterpret_cast<float*>(composed + N * kOfSample)),
+          constants(products + N * kDepth * kDepth), levels(constants + N * kDepth),
+          unscale(levels + N * kInputChannels), exponents(reinterpret_cast<int*>(unscale + kOut)) {}
     // Of float32, with the shift that stays in front.
     static int64_t count(int64_t N) {
       const int64_t of_sample = 4 * kOfSample + kDepth * (kDepth + 1) + kInputChannels + 1;
       return (N * kIn + 3) / 4 * 4 + 4 * kFilters + N * of_sample + kOut;
     }
   };
-
 
   static constexpr int kComposeThreads = 768;
   // Channels out that are in shared memory at a time.
@@ -75,7 +71,8 @@ template <class P> struct Composing : Merging<P> {
     }
     __syncthreads();  // all exponents are there
     for (int i = threadIdx.x; i < Composed::kFilters; i += kComposeThreads) {
-      const int own = i % 32, depth = i / 32 % kUnits * 8 + own / 4, first = i / 32 / kUnits * 16 + own % 4 * 4;
+      const int own = i % 32, depth = i / 32 % kUnits * 8 + own / 4,
+                first = i / 32 / kUnits * 16 + own % 4 * 4;
       float values[4];
 #pragma unroll
       for (int k = 0; k < 4; k++)
@@ -133,7 +130,7 @@ template <class P> struct Composing : Merging<P> {
 
     // The composed filter as operands, and its exponent.
     __device__ __forceinline__ void pack_composed(uint4* composed, int* to_exponent) const {
-      for_fragments([&](int, const float(&values)[4]) {
+      for_fragments([&](int, const float (&values)[4]) {
         float magnitude = 0;
         for (float each : values) magnitude = fmaxf(magnitude, fabsf(each));
         atomicMax(&storage.largest, __float_as_int(magnitude));
@@ -141,7 +138,7 @@ template <class P> struct Composing : Merging<P> {
       __syncthreads();  // complete
       const int exponent = fitting_exponent(__int_as_float(storage.largest));
       if (threadIdx.x == 0) *to_exponent = exponent;
-      for_fragments([&](int i, float(&values)[4]) {
+      for_fragments([&](int i, float (&values)[4]) {
         for (float& each : values) each *= power_of_two(exponent);
         composed[i] = fragment(values);
       });
@@ -152,7 +149,8 @@ template <class P> struct Composing : Merging<P> {
       for (int i = threadIdx.x; i < kChunk * kDepth; i += kComposeThreads)
         storage.chunk[i / kDepth][i % kDepth] = filter_value(weight, c + i / kDepth, i % kDepth);
       if (threadIdx.x < kChunk)
-        storage.linear[threadIdx.x] = float(merged.linear[n * shape.G + (c + threadIdx.x) / shape.channels()]);
+        storage.linear[threadIdx.x] =
+            float(merged.linear[n * shape.G + (c + threadIdx.x) / shape.channels()]);
     }
     // Four channels are summed in float32, the rest in double.
     __device__ __forceinline__ void add_chunk(double (&sum)[kInputChannels], int tap, int depth) const {
@@ -178,7 +176,8 @@ template <class P> struct Composing : Merging<P> {
         const int h = tap / kFilterW + row - kHaloH, w = tap % kFilterW + column - kHaloW;
         if (unsigned(h) < kFilterH && unsigned(w) < kFilterW)
           sum += products[(tap * kDepth + (from / 8 * kTaps + h * kFilterW + w) * 8 + from % 8) *
-                              kInputChannels + channel];
+                              kInputChannels +
+                          channel];
       }
       return float(sum);
     }
@@ -200,7 +199,8 @@ template <class P> struct Composing : Merging<P> {
 // A block per sample, and one for what all of them share.
 template <class P>
 __global__ void __launch_bounds__(P::kComposeThreads)
-compose_kernel(typename P::Composed to, const value_t* weight, typename P::Merged merged, GroupShape shape) {
+    compose_kernel(typename P::Composed to, const value_t* weight, typename P::Merged merged,
+                   GroupShape shape) {
   __shared__ typename P::ComposeStorage storage;
   const int n = blockIdx.x;
   if (n == shape.N) {
@@ -208,8 +208,13 @@ compose_kernel(typename P::Composed to, const value_t* weight, typename P::Merge
     return;
   }
   if (threadIdx.x == 0) storage.largest = 0;
-  const typename P::Composition composition{weight, merged, shape, storage, n, to.products + int64_t(n) * P::kDepth * P::kDepth,
-                                to.constants + int64_t(n) * P::kDepth};
+  const typename P::Composition composition{weight,
+                                            merged,
+                                            shape,
+                                            storage,
+                                            n,
+                                            to.products + int64_t(n) * P::kDepth * P::kDepth,
+                                            to.constants + int64_t(n) * P::kDepth};
   composition.multiply_taps();
   __syncthreads();  // all products are there, and constants
   composition.sum_constants(to.levels + n * P::kInputChannels);

@@ -21,7 +21,9 @@ template <class P> struct Gram : Staging<P> {
   static constexpr int kColumnUnits = kPlanes * kFilterW, kPairs = kUnits / 2 + 1;
   static constexpr int kGramTiles = kPairs * kColumnUnits, kGramSize = kGramTiles * 128;
   static constexpr int kFrameRows = 2 * (kFilterH - 1);
-  HOST_DEVICE static constexpr int unit_of_column(int column) { return column / kFilterW * kTaps + column % kFilterW; }
+  HOST_DEVICE static constexpr int unit_of_column(int column) {
+    return column / kFilterW * kTaps + column % kFilterW;
+  }
   // Where R(q) of a sample is kept by itself: its row of the frame, or -1.
   __device__ __forceinline__ static int frame_row(int q, Geometry geometry) {
     const int height = geometry.height(), inner = height > kFilterH - 1 ? height - (kFilterH - 1) : 0;
@@ -40,8 +42,8 @@ template <class P> struct Gram : Staging<P> {
   // to the lane's `total` [tile][lane], or put there. constants: the addresses of a pixel of ones and one of
   // zeros.
   template <int kRole>
-  __device__ __forceinline__ static void multiply_gram(float4* total, bool add, uint32_t address, uint2 constants,
-                                                int columns, float factor) {
+  __device__ __forceinline__ static void multiply_gram(float4* total, bool add, uint32_t address,
+                                                       uint2 constants, int columns, float factor) {
     const int lane = thread_index_anew() % 32;
     const bool second = lane / 8 % 2;  // A: the first unit's positions 0-7, the second one's; 8-15 likewise
     constexpr int kLeft = kGramTiles - kRole * kRoleTiles, kOwn = kLeft < kRoleTiles ? kLeft : kRoleTiles;
@@ -50,7 +52,9 @@ template <class P> struct Gram : Staging<P> {
     for (int i = 0; i < kOwn * 4; i++) (&d[0][0])[i] = 0;
     // The second unit's matrices lie so far behind the first one's.
     constexpr int kRolePairs = (kOwn + kRoleColumns - 1) / kRoleColumns;
-    const auto unit_of = [](int pair) { return (kRole * kRoleTiles + pair * kRoleColumns) / kColumnUnits * 2; };
+    const auto unit_of = [](int pair) {
+      return (kRole * kRoleTiles + pair * kRoleColumns) / kColumnUnits * 2;
+    };
     uint32_t behind[kRolePairs];
 #pragma unroll
     for (int i = 0; i < kRolePairs; i++)

@@ -42,7 +42,6 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
   static constexpr int kGroupColumns = kFilterH > 9 ? 1 : 9 / kFilterH < kFilterW ? 9 / kFilterH : kFilterW;
   static constexpr int kGroupTiles = kFilterH > 9 ? 1 : 2;
 
-
   // The products for a row of windows, and the rows of dx under it. A thread has one column of v, and of dx,
   // and two channels in of each plane.
   struct InputProducts {
@@ -54,8 +53,8 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
     __device__ __forceinline__ float2* term(int plane, int kw, int row, int r) const {
       float* const terms = reinterpret_cast<float*>(shared + InputLayout::kTerms);
       return reinterpret_cast<float2*>(terms + (plane * kFilterW + kw) * InputLayout::kTermPlane +
-                                       wrapped<kSumRows>(row % kSumRows + r) * (kRingColumns * 8) + kHaloW * 8 +
-                                       2 * thread_index_anew());
+                                       wrapped<kSumRows>(row % kSumRows + r) * (kRingColumns * 8) +
+                                       kHaloW * 8 + 2 * thread_index_anew());
     }
 
     // The terms of selected positions, from the row of windows at `row`.
@@ -75,16 +74,16 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
       const int thread = thread_index_anew(), own_x = tile.first_column + tile.ahead + thread / 4;
       if (kHaloW <= own_x && own_x < tile.width)
 #pragma unroll
-      for (int plane = 0; plane < kPlanes; plane++)
+        for (int plane = 0; plane < kPlanes; plane++)
 #pragma unroll
-        for (int r = 0; r < kPoolH; r++) {
-          if (row + r < kHaloH || row + r >= tile.height) continue;
-          float2* const to = term(plane, tile.ahead, row, r);
-          const float* own = dense[plane][r / 2] + r % 2 * 2;
-          const float* level = operands.storage.levels + plane * 8 + thread % 4 * 2;
-          *to = make_float2(to->x + (unscale_dense(own[0]) + level[0]),
-                            to->y + (unscale_dense(own[1]) + level[1]));
-        }
+          for (int r = 0; r < kPoolH; r++) {
+            if (row + r < kHaloH || row + r >= tile.height) continue;
+            float2* const to = term(plane, tile.ahead, row, r);
+            const float* own = dense[plane][r / 2] + r % 2 * 2;
+            const float* level = operands.storage.levels + plane * 8 + thread % 4 * 2;
+            *to = make_float2(to->x + (unscale_dense(own[0]) + level[0]),
+                              to->y + (unscale_dense(own[1]) + level[1]));
+          }
     }
 
     // Those rows of dx, whose terms are complete.
@@ -204,7 +203,8 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
         // Lanes 0-15 have the addresses of two rows at one column, the others at the next: a fragment of A
         // with two rows of dx and two columns of the filter. Of the last column alone, high halves and low
         // ones.
-        const uint32_t first = shared_address(pixels) + from * kRingPlane + (thread / 32 * 8 + thread % 8) * 16;
+        const uint32_t first =
+            shared_address(pixels) + from * kRingPlane + (thread / 32 * 8 + thread % 8) * 16;
         const int second = matrix / 2 * 16, low = matrix / 2 * kRingPart;
 #pragma unroll
         for (int column = 0; column < kReachW; column += 2) {
@@ -230,7 +230,7 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
 #pragma unroll
               for (int m = 0; m < kRowTiles; m++) {
                 if (unsigned(i - 2 * m) >= kReachH) continue;
-                float(&d)[4] = dense[plane][m];
+                float (&d)[4] = dense[plane][m];
                 const uint4 filter = b[plane][i - 2 * m];
                 if (alone) {
                   multiply_add(d, halves[0][2], halves[0][3], filter.x);
@@ -248,8 +248,8 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
 
   // Everything that stays in shared memory; zeros where no window is, and beside the tile's columns.
   __device__ __forceinline__ static void fill_shared(unsigned char* shared, InputStorage& storage,
-                                              const Composed& composed, const float* shift, const Saved& saved,
-                                              const GroupShape& shape, int n) {
+                                                     const Composed& composed, const float* shift,
+                                                     const Saved& saved, const GroupShape& shape, int n) {
     for (int i = threadIdx.x; i < Composed::kFilters; i += kInputThreads)
       reinterpret_cast<uint4*>(shared)[i] = composed.filters[i];
     for (int i = threadIdx.x; i < Composed::kOfSample; i += kInputThreads)
@@ -269,7 +269,9 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
 
   // dx like x, complete but for what border_kernel adds. Grid: strips of `rows` rows of x, a multiple of
   // kPoolH; tiles of `stride` columns; samples, the first fastest.
-  __device__ __forceinline__ static void input_gradient(value_t* dx, const value_t* x, const float* shift, Composed composed, Saved saved, GroupShape shape, Geometry geometry, int tiles, int stride) {
+  __device__ __forceinline__ static void input_gradient(value_t* dx, const value_t* x, const float* shift,
+                                                        Composed composed, Saved saved, GroupShape shape,
+                                                        Geometry geometry, int tiles, int stride) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ InputStorage storage;
@@ -297,9 +299,9 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
 
 template <class P>
 __global__ void __launch_bounds__(P::kInputThreads, 2)
-input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, typename P::Composed composed,
-                      typename P::Saved saved, GroupShape shape, typename P::Geometry geometry, int tiles,
-                      int stride) {
+    input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, typename P::Composed composed,
+                          typename P::Saved saved, GroupShape shape, typename P::Geometry geometry, int tiles,
+                          int stride) {
   P::input_gradient(dx, x, shift, composed, saved, shape, geometry, tiles, stride);
 }
 

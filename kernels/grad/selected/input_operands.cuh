@@ -33,7 +33,8 @@ template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
   static constexpr int kSlots = kInputWindows * kSlotPitch;
   static constexpr int kRing = kPoolH + 2 * kHaloH;  // rows of x
   static constexpr int kRingColumns = kInputColumns + 2 * kHaloW;
-  static constexpr int kRingRow = kRingColumns * 16, kRingPlane = kRing * kRingRow, kRingPart = kPlanes * kRingPlane;
+  static constexpr int kRingRow = kRingColumns * 16, kRingPlane = kRing * kRingRow,
+                       kRingPart = kPlanes * kRingPlane;
   static constexpr int kSumRows = kPoolH + kHaloH;  // of dx under a row of windows
   static constexpr int kNoItem = 1 << 20;           // of a tile's windows
   static constexpr int kOfZeros = 126;              // exponent
@@ -46,19 +47,19 @@ template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
     static constexpr int kComposed = Composed::kFilters * 16, kPixels = kComposed + Composed::kOfSample * 16;
     static constexpr int kValues = kPixels + 2 * kRingPart;
     static constexpr int kPlaces = kValues + kSlots * 16, kTerms = kPlaces + kSlots * 8;
-    static constexpr int kTermPlane = kSumRows * kRingColumns * 8;  // float32 of a plane and a filter's column
+    static constexpr int kTermPlane =
+        kSumRows * kRingColumns * 8;  // float32 of a plane and a filter's column
     static constexpr int kBytes = kTerms + kPlanes * kFilterW * kTermPlane * 4;
   };
 
   struct InputStorage {  // the rest of shared memory
-    int largest[2][2];  // magnitudes of gradients and of x, as bits; rows of windows take turns
+    int largest[2][2];   // magnitudes of gradients and of x, as bits; rows of windows take turns
     Channel channels[kOut];
     float unscale[kOut];
     int composed_exponent;
     float levels[kInputChannels];
     float shifts[kInputChannels];
   };
-
 
   // Where a tile of dx lies.
   struct InputTile {
@@ -71,13 +72,12 @@ template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
     const int first_window, last_window, windows;
 
     __device__ __forceinline__ InputTile(const Geometry& geometry, int tiles, int stride)
-        : geometry(geometry), strip(blockIdx.x % geometry.strips),
-          job(uniform(blockIdx.x / geometry.strips)), tile(uniform(job % tiles)), n(uniform(job / tiles)),
-          height(geometry.height()), width(geometry.width()),
-          row_begin(uniform(strip * geometry.rows)), row_end(min(geometry.H, row_begin + geometry.rows)),
-          column_begin(tile * stride), column_end(min(geometry.W, column_begin + stride)),
-          ahead(uniform(tile ? kHaloW : 0)), first_column(column_begin - ahead),
-          first_window(first_column / kPoolW),
+        : geometry(geometry), strip(blockIdx.x % geometry.strips), job(uniform(blockIdx.x / geometry.strips)),
+          tile(uniform(job % tiles)), n(uniform(job / tiles)), height(geometry.height()),
+          width(geometry.width()), row_begin(uniform(strip * geometry.rows)),
+          row_end(min(geometry.H, row_begin + geometry.rows)), column_begin(tile * stride),
+          column_end(min(geometry.W, column_begin + stride)), ahead(uniform(tile ? kHaloW : 0)),
+          first_column(column_begin - ahead), first_window(first_column / kPoolW),
           last_window((first_column + kInputColumns - 1) / kPoolW),
           windows(min(last_window + 1, geometry.pooled_width()) - first_window) {}
 
@@ -87,8 +87,6 @@ template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
       return row < row_end && row / kPoolH < geometry.pooled_height();
     }
   };
-
-
 
   // Brings to shared memory what the products read for a row of windows: its gradients, and the rows of x
   // that the ring has not. All rows have the scales of those before, which few outgrow: then what is there is
@@ -157,7 +155,9 @@ template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
     }
 
     // Items of a row of windows: 16 windows of four channels after one another.
-    __device__ __forceinline__ static int window_of(int item) { return item % 16 + item / (16 * kQuads) * 16; }
+    __device__ __forceinline__ static int window_of(int item) {
+      return item % 16 + item / (16 * kQuads) * 16;
+    }
     __device__ __forceinline__ static int quad_of(int item) { return item / 16 % kQuads; }
     __device__ __forceinline__ Gradients load_gradients(int item, int window_row) const {
       const int window = window_of(item);
@@ -213,15 +213,13 @@ template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
       Pixel pixel;
       pixel.inside = inside;
 #pragma unroll
-      for (int c = 0; c < kInputChannels; c++)
-        pixel.values[c] = c < kIn ? float(from[c * plane_size]) : 0.f;
+      for (int c = 0; c < kInputChannels; c++) pixel.values[c] = c < kIn ? float(from[c * plane_size]) : 0.f;
       return pixel;
     }
     __device__ __forceinline__ float hold_pixel(int item, int begin, const Pixel& pixel, float factor) const {
       const float* const shifts = storage.shifts;
       const int row = (begin + item / kRingColumns + kRing) % kRing;
-      unsigned char* const to =
-          shared + InputLayout::kPixels + row * kRingRow + item % kRingColumns * 16;
+      unsigned char* const to = shared + InputLayout::kPixels + row * kRingRow + item % kRingColumns * 16;
       float magnitude = 0;
 #pragma unroll
       for (int plane = 0; plane < kPlanes; plane++) {

@@ -17,9 +17,9 @@ template <class P> struct Merging : Strips<P> {
   struct Merged {
     double *constant, *linear, *gradients, *weight;
     Merged(double* from, int64_t N, int64_t G)
-        : constant(from),                           // (N, kOut)
+        : constant(from),                   // (N, kOut)
           linear(constant + N * kOut),      // (N, G)
-          gradients(linear + N * G),                // (4, N, kOut) of conv_bias, norm, scale
+          gradients(linear + N * G),        // (4, N, kOut) of conv_bias, norm, scale
           weight(gradients + 4 * N * kOut)  // (N, kOut, kDepth)
     {}
     // To a multiple of 16 bytes.
@@ -83,7 +83,7 @@ template <class P> struct Merging : Strips<P> {
     // A slab: some rows of ΣXXᵀ, and the filters' values that meet them.
     alignas(16) float gram[kSlab][kDepth];
     alignas(16) float filters[kSlab][kOut + 4];  // fewer bank conflicts
-    double patches[kDepth];                              // ΣX
+    double patches[kDepth];                      // ΣX
     double sums[2][kOut];                        // of dy, where it passes, and of dy·(v - mean)
     double mean[kOut];                           // of weight·X
     double level[kOut];                          // what the shift and the bias add to that
@@ -167,7 +167,8 @@ template <class P> struct Merging : Strips<P> {
     __device__ __forceinline__ void find_coefficients(const Channel& channel) const {
       const int own = threadIdx.x, NC = shape.N * kOut;
       if (own >= kOut) return;
-      const int first = own / shape.channels() * shape.channels(), end = first + shape.channels();  // its group
+      const int first = own / shape.channels() * shape.channels(),
+                end = first + shape.channels();  // its group
       double group_mean = 0, gradient = 0, product = 0;
       for (int c = first; c < end; c++) group_mean += storage.mean[c] + storage.level[c];
       group_mean /= shape.channels();
@@ -206,7 +207,7 @@ template <class P> struct Merging : Strips<P> {
     }
     // Adds those of a slab.
     __device__ __forceinline__ void multiply_slab(Products& products) const {
-      for_outputs(products, [&](float(&product)[4][4], int c, int k) {
+      for_outputs(products, [&](float (&product)[4][4], int c, int k) {
 #pragma unroll 8
         for (int i = 0; i < kSlab; i++) {
           const float4 w = *reinterpret_cast<const float4*>(&storage.filters[i][c]);
@@ -221,11 +222,10 @@ template <class P> struct Merging : Strips<P> {
     }
     // The sample's gradient of weight.
     __device__ __forceinline__ void write_weight(Products& products) const {
-      for_outputs(products, [&](float(&product)[4][4], int first, int k) {
+      for_outputs(products, [&](float (&product)[4][4], int first, int k) {
         double sparse[4][4] = {};
         for_strips(geometry.strips, [&](int strip, bool real) {
-          const float* from =
-              partial.sparse + (int64_t(n) * geometry.strips + strip) * (kOut * kDepth);
+          const float* from = partial.sparse + (int64_t(n) * geometry.strips + strip) * (kOut * kDepth);
 #pragma unroll
           for (int j = 0; j < 4; j++) {
             const float4 four = *reinterpret_cast<const float4*>(from + (first + j) * kDepth + k);
@@ -249,7 +249,8 @@ template <class P> struct Merging : Strips<P> {
   };
 
   // A sample's coefficients, and all gradients by sample. A block per sample.
-  __device__ __forceinline__ static void merge_sample(Merged merged, Partial partial, Saved saved, GroupShape shape, Geometry geometry) {
+  __device__ __forceinline__ static void merge_sample(Merged merged, Partial partial, Saved saved,
+                                                      GroupShape shape, Geometry geometry) {
     __shared__ SampleStorage storage;
     const Sample sample{merged, partial, saved, shape, geometry, storage};
     sample.load_slab(0);
@@ -274,16 +275,16 @@ template <class P> struct Merging : Strips<P> {
 
 template <class P>
 __global__ void __launch_bounds__(P::kSampleThreads, 1)
-sample_kernel(typename P::Merged merged, typename P::Partial partial, typename P::Saved saved,
-              GroupShape shape, typename P::Geometry geometry) {
+    sample_kernel(typename P::Merged merged, typename P::Partial partial, typename P::Saved saved,
+                  GroupShape shape, typename P::Geometry geometry) {
   P::merge_sample(merged, partial, saved, shape, geometry);
 }
 // d_weight like weight; the parameters' gradients (kOut), the last of them only if `scales`. A block
 // has 32 of all these numbers.
 template <class P>
 __global__ void __launch_bounds__(kThreads)
-total_kernel(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias, float* d_scale,
-             typename P::Merged merged, bool scales, int N) {
+    total_kernel(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias,
+                 float* d_scale, typename P::Merged merged, bool scales, int N) {
   __shared__ double parts[kWarps][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = blockIdx.x * 32 + lane;
   constexpr int kWeights = P::kOut * P::kDepth;

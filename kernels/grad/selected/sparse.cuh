@@ -69,8 +69,8 @@ template <class P> struct Sparse : Gram<P> {
   // block's channels, from first_channel on. `factor` undoes the scale of x.
   template <int kGroupOfUnits>
   __device__ __forceinline__ static void multiply_sparse(float (&total)[2][kRoleUnits][4], uint32_t address,
-                                                  const Held& held, int first_channel, int windows, int group,
-                                                  float factor) {
+                                                         const Held& held, int first_channel, int windows,
+                                                         int group, float factor) {
     const int lane = thread_index_anew() % 32, g = lane / 4, t = lane % 4;
     const int steps = (windows + kStepWindows - 1) / kStepWindows * kWindowSteps;
     // Which of the step's windows a position belongs to.
@@ -117,15 +117,16 @@ template <class P> struct Sparse : Gram<P> {
           for (int i = 0; i < 2 && batch + i < kOwn; i++)
 #pragma unroll
             for (int part = 0; part < 2; part++)
-              load_matrices_transposed(unit[i][part], pixel + part * Stage::kPartBytes +
-                                                          Stage::offset(kFirst + batch + i));
+              load_matrices_transposed(unit[i][part],
+                                       pixel + part * Stage::kPartBytes + Stage::offset(kFirst + batch + i));
 #pragma unroll
           for (int part = 0; part < 3; part++)  // small ones first
 #pragma unroll
             for (int i = 0; i < 2 && batch + i < kOwn; i++)
 #pragma unroll
               for (int m = 0; m < 2; m++)
-                multiply_add_sparse(d[m][batch + i], part ? high[m] : low[m], unit[i][part == 1], selectors[m]);
+                multiply_add_sparse(d[m][batch + i], part ? high[m] : low[m], unit[i][part == 1],
+                                    selectors[m]);
         }
       }
 #pragma unroll
@@ -140,7 +141,6 @@ template <class P> struct Sparse : Gram<P> {
         }
     }
   }
-
 
   // What forward kept of a lane's windows, and dy, of the warp's channels; in registers, on their way.
   struct Windows {
@@ -178,7 +178,8 @@ template <class P> struct Sparse : Gram<P> {
 #pragma unroll
         for (int j = 0; j < kWarpChannels * kRounds; j++)
           if (j == i)
-            extreme[j / kWarpChannels][j % kWarpChannels] = first, place[j / kWarpChannels][j % kWarpChannels] = 0;
+            extreme[j / kWarpChannels][j % kWarpChannels] = first,
+                                           place[j / kWarpChannels][j % kWarpChannels] = 0;
       }
     }
 

@@ -19,11 +19,11 @@ template <class P> struct Staging : P {
   // A tile has kPoolH rows of positions, a row of windows where there is one, and up to kTileColumns columns.
   // The next one begins with a whole window. A row of it takes kPixels of x; so many that two blocks' stages
   // fit in shared memory.
-  static constexpr int kWideStage = 2 * kPlanes * (kPoolH + kFilterH - 1) * (128 + kFilterW + 7) * 16;  // bytes
+  static constexpr int kWideStage =
+      2 * kPlanes * (kPoolH + kFilterH - 1) * (128 + kFilterW + 7) * 16;  // bytes
   static constexpr int kPixels = kWideStage <= 80 << 10 ? 128 : 64;
   static constexpr int kTileColumns = kPixels - kFilterW + 1, kTileWindows = kTileColumns / kPoolW;
   static_assert(kPixels <= 16 * kSteps, "a row of a tile is one sum of a tensor core");
-
 
   static constexpr int kSampled = 128;  // pixels of a plane
 
@@ -111,7 +111,8 @@ template <class P> struct Staging : P {
           Halves halves[4];
 #pragma unroll
           for (int j = 0; j < 4; j++)
-            halves[j] = split(pixels[i][plane * 8 + 2 * j] * factor, pixels[i][plane * 8 + 2 * j + 1] * factor);
+            halves[j] =
+                split(pixels[i][plane * 8 + 2 * j] * factor, pixels[i][plane * 8 + 2 * j + 1] * factor);
           unsigned char* to = shared + plane * kPlaneBytes + offset(at / kWidth, at % kWidth);
           *reinterpret_cast<uint4*>(to) =
               make_uint4(halves[0].high, halves[1].high, halves[2].high, halves[3].high);

@@ -64,7 +64,8 @@ template <class Filter, class Pool, class Tail> struct Units {
     // multiprocessor are busy for the shortest time.
     Geometry shared_out(int all, int64_t images) const {
       const int64_t blocks = 2 * device_attribute(cudaDevAttrMultiProcessorCount);
-      const int64_t most = std::min<int64_t>(all, std::max<int64_t>(1, blocks / std::max<int64_t>(1, images)));
+      const int64_t most =
+          std::min<int64_t>(all, std::max<int64_t>(1, blocks / std::max<int64_t>(1, images)));
       const auto time = [&](int64_t count) {
         return (images * count + blocks - 1) / blocks * ((all + count - 1) / count);
       };
@@ -76,7 +77,6 @@ template <class Filter, class Pool, class Tail> struct Units {
       return other;
     }
   };
-
 
   // ----------------------------------------------------------------------------- selected positions'
   // gradients
@@ -98,15 +98,16 @@ template <class Filter, class Pool, class Tail> struct Units {
     bool flat;  // all of a window's values tie, and the first is selected: forward kept another
   };
   __device__ __forceinline__ static Channel channel_of(const Saved& saved, GroupShape shape, int n, int c) {
-    return {normaliser(saved.group_mean, saved.group_rstd, saved.conv_bias, saved.norm_weight, saved.norm_bias,
-                       shape, n, c),
+    return {normaliser(saved.group_mean, saved.group_rstd, saved.conv_bias, saved.norm_weight,
+                       saved.norm_bias, shape, n, c),
             saved.tail.channel(n, c), saved.flat[n * shape.C + c] != 0};
   }
 
   // The v that a window of a flat channel selects, computed anew, since forward kept another of those that
   // tie. `sample` is x's.
   __device__ __forceinline__ static float first_of_window(const Saved& saved, const value_t* sample, int c,
-                                                   int window_row, int window_column, Geometry geometry) {
+                                                          int window_row, int window_column,
+                                                          Geometry geometry) {
     const value_t* from = sample + int64_t(window_row) * kPoolH * geometry.W + window_column * kPoolW;
     const value_t* filter = saved.weight + c * (kIn * kTaps);
     float sum = 0;
@@ -118,8 +119,8 @@ template <class Filter, class Pool, class Tail> struct Units {
   }
 
   // dy of a window whose v is `extreme`, where the clamp lets it pass; and what that makes of slope·dz.
-  __device__ __forceinline__ static float passed_gradient(const Saved& saved, const Channel& channel, float dy,
-                                                   float extreme) {
+  __device__ __forceinline__ static float passed_gradient(const Saved& saved, const Channel& channel,
+                                                          float dy, float extreme) {
     return saved.tail.gradient(dy, channel.normalise(extreme), channel.tail);
   }
   __device__ __forceinline__ static float selected_gradient(const Channel& channel, float passed) {

@@ -15,18 +15,18 @@ template <class P> struct Strips : Sparse<P> {
   using Base::kPlanes, Base::kUnits, Base::kDepth, Base::kBlockChannels, Base::kChannelBlocks,
       Base::channel_of, Base::kTileColumns, Base::kTileWindows, Base::find_shift, Base::kGramTiles,
       Base::kGramSize, Base::kFrameRows, Base::frame_row, Base::kRoleTiles, Base::kRoles, Base::multiply_gram,
-      Base::kArea, Base::kWarpChannels, Base::origin_of, Base::kUnitGroups, Base::kRoleUnits, Base::kBlockUnits,
-      Base::kSparseGroups, Base::kSparsePasses, Base::multiply_sparse, Base::kIn, Base::kOut, Base::kPoolH,
-      Base::kPoolW;
-  using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Stage, typename
-      Base::Held, typename Base::Windows;
+      Base::kArea, Base::kWarpChannels, Base::origin_of, Base::kUnitGroups, Base::kRoleUnits,
+      Base::kBlockUnits, Base::kSparseGroups, Base::kSparsePasses, Base::multiply_sparse, Base::kIn,
+      Base::kOut, Base::kPoolH, Base::kPoolW;
+  using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Stage,
+      typename Base::Held, typename Base::Windows;
 
   // What all strips leave in memory, for merge.cuh.
   struct Partial {
     float *shift, *gram, *frame, *sparse, *sums;
     Partial(float* from, int64_t N, int64_t strips)
         : shift(from),                                  // (N, kIn)
-          gram(shift + (N * kIn + 3) / 4 * 4),  // (N, strips, kGramSize)
+          gram(shift + (N * kIn + 3) / 4 * 4),          // (N, strips, kGramSize)
           frame(gram + N * strips * kGramSize),         // (N, kFrameRows, kGramSize)
           sparse(frame + N * kFrameRows * kGramSize),   // (N, strips, kOut, kDepth)
           sums(sparse + N * strips * kOut * kDepth) {}  // (N, strips, kOut, 2)
@@ -39,7 +39,9 @@ template <class P> struct Strips : Sparse<P> {
   // matrix.
   static constexpr int kStripBlocks = kChannelBlocks * kSparsePasses;
   static constexpr int kBlockRoles = (kRoles + kStripBlocks - 1) / kStripBlocks;
-  static constexpr int kRoleWarps = kBlockRoles > 4 ? 8 : kBlockRoles > 2 ? 4 : kBlockRoles;  // with different roles
+  static constexpr int kRoleWarps = kBlockRoles > 4   ? 8
+                                    : kBlockRoles > 2 ? 4
+                                                      : kBlockRoles;  // with different roles
   static constexpr int kGramGroups = kWarps / kRoleWarps;
   static constexpr int kBlockGramSize = kBlockRoles * kRoleTiles * 32;  // float4, of a group of warps
 
@@ -78,9 +80,9 @@ template <class P> struct Strips : Sparse<P> {
 
   // Adds row R(q) of the Gram matrix for each row q of a tile: to the block's share in shared memory, or, in
   // the frame, to its own place.
-  __device__ __forceinline__ static void add_gram(const StripShare& share, float4* grams, float* frames, int row,
-                                           int column, int columns, uint32_t address, uint2 constants,
-                                           float factor, Geometry geometry) {
+  __device__ __forceinline__ static void add_gram(const StripShare& share, float4* grams, float* frames,
+                                                  int row, int column, int columns, uint32_t address,
+                                                  uint2 constants, float factor, Geometry geometry) {
     for (int own_role = share.first_role; own_role < kBlockRoles; own_role += kRoleWarps)
       for (int i = share.gram_group, q; i < kPoolH && (q = row * kPoolH + i) < geometry.H; i += kGramGroups) {
         const int role = share.block * kBlockRoles + own_role, frame = frame_row(q, geometry);
@@ -90,14 +92,15 @@ template <class P> struct Strips : Sparse<P> {
           total = reinterpret_cast<float4*>(kept) + role * (kRoleTiles * 32) + share.lane;
         }
         with_constant<kRoles>(role, [&](auto constant) {
-          Base::template multiply_gram<decltype(constant)::value>(total, frame < 0 || column > 0,
-                                                   address + Stage::offset(i, 0), constants, columns, factor);
+          Base::template multiply_gram<decltype(constant)::value>(
+              total, frame < 0 || column > 0, address + Stage::offset(i, 0), constants, columns, factor);
         });
       }
   }
 
   // Writes the block's share of the strip's Gram matrix, summed over the groups of warps in their order.
-  __device__ __forceinline__ static void write_gram(const StripShare& share, const float4* grams, float* all) {
+  __device__ __forceinline__ static void write_gram(const StripShare& share, const float4* grams,
+                                                    float* all) {
     for (int i = threadIdx.x; i < kBlockGramSize; i += kThreads) {
       const int at = share.block * kBlockGramSize + i;
       if (at >= kGramTiles * 32) continue;
@@ -112,8 +115,9 @@ template <class P> struct Strips : Sparse<P> {
 
   // Writes the strip's sparse sums of the block, added up over the groups of warps in their order, in the
   // first one. shared: memory for them.
-  __device__ __forceinline__ static void write_sparse(const StripShare& share, float (&total)[2][kRoleUnits][4],
-                                               unsigned char* shared, float* all) {
+  __device__ __forceinline__ static void write_sparse(const StripShare& share,
+                                                      float (&total)[2][kRoleUnits][4], unsigned char* shared,
+                                                      float* all) {
     float* const sums = reinterpret_cast<float*>(shared) +
                         (share.half * kBlockUnits + share.block_units) * (kRoleUnits * 256) + share.lane;
     for (int other = 1; other < kSparseGroups; other++) {
@@ -143,7 +147,8 @@ template <class P> struct Strips : Sparse<P> {
   }
 
   // Grid: strips, samples, kStripBlocks, the first fastest.
-  __device__ __forceinline__ static void strip(Partial partial, const value_t* x, Saved saved, GroupShape shape, Geometry geometry) {
+  __device__ __forceinline__ static void strip(Partial partial, const value_t* x, Saved saved,
+                                               GroupShape shape, Geometry geometry) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ int largest;
@@ -201,15 +206,14 @@ template <class P> struct Strips : Sparse<P> {
         __syncthreads();  // they are complete
         if (windows)
           with_constant<kUnitGroups>(share.units, [&](auto constant) {
-            Base::template multiply_sparse<decltype(constant)::value>(total, address, held, share.half * 32, windows,
-                                                       share.group, factor);
+            Base::template multiply_sparse<decltype(constant)::value>(total, address, held, share.half * 32,
+                                                                      windows, share.group, factor);
           });
         add_gram(share, grams, partial.frame, row, column, columns, address, constants, factor, geometry);
       }
     static_assert(kWarpChannels == 8, "a sum for every other lane");
     if (share.pass == 0 && share.lane % 2 == 0 && share.first_own + share.lane / 4 < kOut)
-      partial.sums[(int64_t(share.slot) * kOut + share.first_own) * 2 + share.lane / 2] =
-          sums[threadIdx.x];
+      partial.sums[(int64_t(share.slot) * kOut + share.first_own) * 2 + share.lane / 2] = sums[threadIdx.x];
     __syncthreads();  // all products are complete
     write_gram(share, grams, partial.gram);
     write_sparse(share, total, shared, partial.sparse);
@@ -219,8 +223,8 @@ template <class P> struct Strips : Sparse<P> {
 
 template <class P>
 __global__ void __launch_bounds__(kThreads, 2)
-strip_kernel(typename P::Partial partial, const value_t* x, typename P::Saved saved, GroupShape shape,
-             typename P::Geometry geometry) {
+    strip_kernel(typename P::Partial partial, const value_t* x, typename P::Saved saved, GroupShape shape,
+                 typename P::Geometry geometry) {
   P::strip(partial, x, saved, shape, geometry);
 }
 
