@@ -68,7 +68,7 @@ def translated(text: str, replaced: tuple = ()) -> str:
     text = dynamic.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulation::dynamic_shared);", text)
     static = re.compile(r"__shared__ ((?:__align__\(\d+\) )?(?:[\w:]+(?:<\w+>)? )+)(\w+)((?:\[[^\]]+\])*);")
     text = static.sub(r"static \1\2\3; emulation::shared_at_first(&\2, sizeof \2);", text)
-    launch = re.compile(r"(\w+(?:<[\w, ]+>)?)<<<(.*?), stream>>>\((.*?)\);", re.S)
+    launch = re.compile(r"(\w+(?:<[\w,\s]+>)?)\s*<<<(.*?),\s+stream>>>\((.*?)\);", re.S)
     text = launch.sub(r"emulation::launch(\2, [&] { \1(\3); });", text)
     for word, other in (
         ("#ifdef __CUDACC__", "#if 1"),

@@ -84,7 +84,7 @@ def test_the_wheel_holds_the_package_with_its_kernels_and_no_model(wheel):
     modules = {name for name in modules if not name.startswith("inline_kernels/export/")}
     assert names == modules | {
         f"inline_kernels/kernels/{path.relative_to(ROOT / 'kernels')}"
-        for path in (ROOT / "kernels").rglob("*.*")
+        for path in (ROOT / "kernels").rglob("[!.]*.*")
     }
 
 
