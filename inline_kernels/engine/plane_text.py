@@ -104,6 +104,7 @@ class PlaneText(PassText):
         if within:
             parent = self.graph.levels[each.level].parent
             inner = Scope("point", "e", parent, "at.n", "at.c", [], point, axis=each.level)
+            self.scalar = True
             self._prepare(within, inner)
             for key in each.within:
                 array = self.program.arrays[key]

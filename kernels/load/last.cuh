@@ -242,6 +242,12 @@ template <int K> struct RowPoint : Point<1> {
   template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
     if (active && sharing.lane() == 0) Point<1>::write(to, x);
   }
+  template <class E, class X> __device__ __forceinline__ void write_operand(E* to, const X& x) const {
+    if (active && sharing.lane() == 0) Point<1>::write_operand(to, x);
+  }
+  template <class E, class X> __device__ __forceinline__ void write_turned(E* to, const X& x) const {
+    if (active && sharing.lane() == 0) Point<1>::write_turned(to, x);
+  }
   __device__ __forceinline__ Point<1> channel(int64_t of, int64_t channels) const {
     return Point<1>::channel(of < 0 ? 0 : of, channels);  // of none: nobody sees it
   }

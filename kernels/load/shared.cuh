@@ -1,4 +1,4 @@
-// Points that some neighbours of a warp have together, each with some of a point's terms: of its channels
+// Points that some threads of a block have together, each with some of a point's terms: of its channels
 // (load/last.cuh), or of a window that is a whole axis. What they make of those is merged between them, in a
 // fixed order, and all have it; what is made at a point counts once.
 #pragma once
@@ -12,10 +12,11 @@ namespace load {
 struct Sharing {
   unsigned lanes, apart;
   __device__ __forceinline__ unsigned lane() const { return threadIdx.x / apart % lanes; }
-  __device__ __forceinline__ unsigned points() const { return kPlaneThreads / lanes; }  // of a block
+  // Of a block, and the thread's.
+  __device__ __forceinline__ unsigned points() const { return kPlaneThreads / lanes; }
   __device__ __forceinline__ unsigned point() const {
     return threadIdx.x / (lanes * apart) * apart + threadIdx.x % apart;
-  }  // of those
+  }
   // Of all lanes, which get it; a block together.
   __device__ __forceinline__ real sum(real x) const {
     for (unsigned d = apart; d < min(lanes * apart, 32u); d *= 2) x += __shfl_xor_sync(~0u, x, int(d));
@@ -114,6 +115,12 @@ struct AxisPoint : Point<1> {
   bool active;
   template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
     if (active && sharing.lane() == 0) Point<1>::write(to, x);
+  }
+  template <class E, class X> __device__ __forceinline__ void write_operand(E* to, const X& x) const {
+    if (active && sharing.lane() == 0) Point<1>::write_operand(to, x);
+  }
+  template <class E, class X> __device__ __forceinline__ void write_turned(E* to, const X& x) const {
+    if (active && sharing.lane() == 0) Point<1>::write_turned(to, x);
   }
   template <class P, class F>
   __device__ __forceinline__ void window(P, const Extent& fine, const F& f) const {
