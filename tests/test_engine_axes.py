@@ -114,6 +114,7 @@ def test_sums_of_many_terms_are_as_exact_as_eagers(what, device):
     model, x = Tail(tail, 4 * channels if last else channels, channels_in=3), torch.randn(2, 3, *size)
     x = x.contiguous(memory_format=library.channels_last(x)) if last else x
     with torch.no_grad():
-        truth, eager, y = copy.deepcopy(model).double()(x.double()), model(x), Run(model, x).y
-    error = (y - truth).norm()
+        truth, eager, run = copy.deepcopy(model).double()(x.double()), model(x), Run(model, x)
+    assert ("kRows" in run.plan.composed.text) == (device == "cpu" and what.startswith("row"))
+    error = (run.y - truth).norm()
     assert error <= 2 * (eager - truth).norm() and error <= 3e-7 * truth.norm()

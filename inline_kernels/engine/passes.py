@@ -10,7 +10,7 @@ that is pointwise is computed again where it is used. Each array is written by o
 What is computed inside a pass and what becomes an array follows from where a node is used: a reduction over channels can be had in a pass by
 sample alone, windows anywhere but inside a loop over channels, and nothing is reduced at the windows that a finer pass looks up. A pass comes
 as early as its arrays allow; sums that no other pass waits for join a later pass over the same planes. On a GPU a pass over windows that are whole
-axes walks over them as often as it takes (`walked_again`): for what is made of what it has reduced them to, and for y.
+axes walks over them as often as it takes (`walks_again`): for what is made of what it has reduced them to, and for y.
 """
 
 from __future__ import annotations
@@ -528,20 +528,16 @@ class Program:
                 if of.parent == level and self.walks_again(name)
             ]
             for name in above if not by_sample else ():
-                needs = self.needs(key, within=name)
-                before = [
-                    stage[need] + (looks_up or domain[need] != (name, False))
-                    if need in self.wanted
-                    else small_stage(need.node) + 1
-                    for need, looks_up in needs.items()
-                ]
-                now = max(before, default=0)
-                own = [
-                    need
-                    for need, looks_up in needs.items()
-                    if not looks_up and domain.get(need) == (name, False)
-                ]
-                if now < stage[key] and any(stage[need] == now for need in own):
+                now, made_there = (
+                    0,
+                    -1,
+                )  # when it can be written, and when the last of that pass's own is made
+                for need, looks_up in self.needs(key, within=name).items():
+                    is_own = not looks_up and domain.get(need) == (name, False)
+                    made = stage[need] if need in self.wanted else small_stage(need.node)
+                    now = max(now, made + (not is_own))
+                    made_there = max(made_there, made if is_own else -1)
+                if now < stage[key] and made_there == now:
                     stage[key], domain[key] = now, (name, False)
 
     def _joined(self, groups: dict[tuple, Planes]) -> list[Planes]:

@@ -226,8 +226,7 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
 };
 
 // A position of a pass by sample, whose channels some lanes share: each has K neighbouring ones, and then the
-// next; where there are many, kPacks of them, which it reads together. One that is not `active` has no
-// channels.
+// next; where there are many, kPacks of them, which it reads together.
 constexpr int kPacks = 4;
 HOST_DEVICE unsigned lanes_of_row(int64_t C, int K) {
   const int64_t packs = (C + K - 1) / K;
@@ -235,19 +234,8 @@ HOST_DEVICE unsigned lanes_of_row(int64_t C, int K) {
   while (lanes < 32 && (packs < 2 * kPacks ? lanes < packs : lanes * 2 * kPacks <= packs)) lanes *= 2;
   return lanes;
 }
-template <int K> struct RowPoint : Point<1> {
+template <int K> struct RowPoint : SharedPoint {
   using Terms = std::conditional_t<K == 1, real, Pack<real, K>>;
-  Sharing sharing;
-  bool active;
-  template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
-    if (active && sharing.lane() == 0) Point<1>::write(to, x);
-  }
-  template <class E, class X> __device__ __forceinline__ void write_operand(E* to, const X& x) const {
-    if (active && sharing.lane() == 0) Point<1>::write_operand(to, x);
-  }
-  template <class E, class X> __device__ __forceinline__ void write_turned(E* to, const X& x) const {
-    if (active && sharing.lane() == 0) Point<1>::write_turned(to, x);
-  }
   __device__ __forceinline__ Point<1> channel(int64_t of, int64_t channels) const {
     return Point<1>::channel(of < 0 ? 0 : of, channels);  // of none: nobody sees it
   }
@@ -295,7 +283,7 @@ template <int K, Order order> class Rows : public SharedPoints<order> {
     for (int i = int(part_) * step; i < S; i += int(parts_) * step) {  // a block together
       const bool active = i + own < S;
       this->counts_ = active && sharing_.lane() == 0;
-      f(RowPoint<K>{{extent_, values_, n, 0, 1, active ? i + own : S - 1, 0, true}, sharing_, active});
+      f(RowPoint<K>{{{extent_, values_, n, 0, 1, active ? i + own : S - 1, 0, true}, sharing_, active}});
     }
   }
 

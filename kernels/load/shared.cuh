@@ -109,8 +109,8 @@ template <Order order> class SharedPoints {
   bool counts_ = false;
 };
 
-// A point whose window is a whole axis. One that is not `active` has no places in it.
-struct AxisPoint : Point<1> {
+// One that is not `active` has no terms, and one of its lanes writes.
+struct SharedPoint : Point<1> {
   Sharing sharing;
   bool active;
   template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
@@ -122,6 +122,10 @@ struct AxisPoint : Point<1> {
   template <class E, class X> __device__ __forceinline__ void write_turned(E* to, const X& x) const {
     if (active && sharing.lane() == 0) Point<1>::write_turned(to, x);
   }
+};
+
+// A point whose window is a whole axis.
+struct AxisPoint : SharedPoint {
   template <class P, class F>
   __device__ __forceinline__ void window(P, const Extent& fine, const F& f) const {
     static_assert(P::kApart);
@@ -158,7 +162,7 @@ template <Order order> class AxisPlane : public SharedPoints<order> {
       const bool active = i + own < S;
       this->counts_ = active && sharing_.lane() == 0;
       f(AxisPoint{
-          {extent_, values_, n, c, extent_.C, i + own < S ? i + own : S - 1, 0, true}, sharing_, active});
+          {{extent_, values_, n, c, extent_.C, i + own < S ? i + own : S - 1, 0, true}, sharing_, active}});
     }
   }
 
