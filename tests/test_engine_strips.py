@@ -130,6 +130,11 @@ def fused(name):
     torch.manual_seed(0)
     conv, tail, shape = MODELS[name]
     model, x = Model(copy.deepcopy(conv), *copy.deepcopy(tail)), torch.randn(shape)
+    for (
+        module
+    ) in model.modules():  # the same weights in each process: of nearly equal maxima rounding chooses
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
     with torch.no_grad():
         g = torch.randn_like(copy.deepcopy(model)(x))
     return model, fuse(copy.deepcopy(model)), x, g
