@@ -157,6 +157,7 @@ def test_rules_see_what_runs_without_them(gpu, monkeypatch):
     """What can't be fused keeps its reason, unless eager was faster; what eager must compute is not asked about."""
     model, x = sized(DROPOUT, 5)
     gpu(DROPOUT, train="fused", forward="eager")
+    monkeypatch.setattr(choice, "stream_loses", lambda *_: "slower")
     new = numerics.twin_of(model, "auto")
     assert new.plan(x).variant == "epilogue" and "up to 4 channels in" in new.plan(x).reason
     with torch.no_grad():

@@ -52,8 +52,8 @@ def through(device, monkeypatch):  # noqa: F811
     return become
 
 
-def model_of(filters, name: str) -> nn.Module:
-    model = random_model(filters, TAILS[name]).train()
+def model_of(filters, name: str, **settings) -> nn.Module:
+    model = random_model(filters, TAILS[name], **settings).train()
     model.spatial = tuple(range(2, len(filters)))
     return model
 
@@ -112,6 +112,16 @@ def test_random_widths(through):
     model, draw = model_of((20, 5, 2, 3), "two sums"), random.Random(0)
     for _ in range(6):
         assert_rule(model, numerics.random_input((2, 5, draw.randint(3, 12), draw.randint(4, 60))))
+
+
+@pytest.mark.parametrize("padding", [1, "same"])
+@pytest.mark.parametrize("mainloop", FILTERS)
+def test_padding(mainloop, padding, through):
+    """The image with zeros around it is a copy."""
+    filters, size = FILTERS[mainloop][1]
+    through(mainloop)
+    model = model_of(filters, "batch norm", padding=padding)
+    assert_rule(model, numerics.random_input((2, filters[1], *size)))
 
 
 @pytest.mark.parametrize("mainloop", FILTERS)

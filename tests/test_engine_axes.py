@@ -82,6 +82,35 @@ def test_lanes_share_an_axis(what, layout, device):
         assert sum(isinstance(each, Planes) for each in run.plan.composed.forward.passes) == 1
 
 
+OVER_CHANNELS = {
+    "softmax": lambda m, v: torch.softmax(m.norm(v), 1),
+    "reductions": lambda m, v: torch.logsumexp(v.abs(), 1, keepdim=True) * v.max(1, keepdim=True)[0],
+}
+
+
+@pytest.mark.parametrize("size", [(128, 132), (127, 133)], ids=["packs", "points"])
+@pytest.mark.parametrize("what", OVER_CHANNELS)
+def test_lanes_share_channels(what, size, device):
+    """So many points that lanes have packs of them, or, where those are not aligned, one at a time."""
+    if device == "cpu":
+        pytest.skip("a thread has a point's channels there")
+    torch.manual_seed(0)
+    model, x = Tail(OVER_CHANNELS[what], 40), torch.randn(2, 1, *size)
+    with torch.no_grad():
+        run = assert_rule(model, x, backward=False, label=what)
+    assert "load::by_sample(" in run.plan.composed.text and "kAgain = true" in run.plan.composed.text
+    assert_rule(model, x, label=what)
+
+
+def test_walks_that_compute_much_are_no_memorys(device):
+    """Nobody shares channels then, for the cache's sake."""
+    if device == "cpu":
+        pytest.skip("a thread has a point's channels there")
+    model = Tail(lambda m, v: torch.logsumexp(torch.tanh(m.norm(v)), 1), 8)
+    with torch.no_grad():
+        assert "kAgain = false" in Run(model, torch.randn(1, 1, 5, 6)).plan.composed.text
+
+
 def test_ties_and_nan_are_eagers(device):
     """Of an extreme over an axis: the first of the largest, the first NaN, in whatever lane it is."""
     torch.manual_seed(0)

@@ -84,7 +84,12 @@ FILTERS = {
         ((24, 5, 2, 3), (5, 258)),
         ((16, 3, 1, 2), (2, 515)),
     ],
-    "narrow3d": [((16, 3, 3, 3, 3), (5, 8, 11)), ((32, 2, 1, 2, 2), (4, 7, 9))],
+    "narrow3d": [
+        ((16, 3, 3, 3, 3), (5, 8, 11)),
+        ((32, 2, 1, 2, 2), (4, 7, 9)),
+        ((20, 1, 2, 3, 1), (4, 7, 9)),
+        ((3, 4, 3, 5, 5), (4, 9, 12)),
+    ],
     "wide": [((40, 24, 3, 3), (5, 21)), ((130, 17, 1, 2), (3, 67))],
 }
 DEVICES = [(800, torch.float32), (900, torch.bfloat16), (900, torch.float32), (800, torch.float16)]
@@ -114,6 +119,8 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
         monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
         monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", "fused")
         monkeypatch.setattr(choice, "stream_loses", lambda *_: None)
+        monkeypatch.setattr(choice, "narrow_loses", lambda *_: None)
+        monkeypatch.setattr(choice, "FEW_CHANNELS", 0)  # wide, too, takes those
         monkeypatch.setattr(choice, "inside_loses", lambda *_: False)
         monkeypatch.setattr(again, "pays", lambda *_: False)
         monkeypatch.setattr(tiling, "STREAM_CLUSTER", 1)  # of more the emulation knows nothing
@@ -676,11 +683,27 @@ def test_tails_that_are_not_pointwise(tail, reason, device):
     assert reason in refused(random_model((16, 3, 3, 3), tail), torch.randn(2, 3, 11, 12))
 
 
-@pytest.mark.parametrize(
-    "settings", [{"padding": 1}, {"padding": "same"}, {"stride": 2}, {"dilation": 2}, {"groups": 2}], ids=str
-)
-def test_convolutions_that_are_not_plain(settings, device):
-    device()
+@pytest.mark.parametrize("padding", [1, (2, 0, 1), "same"], ids=str)
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d"])
+def test_zeros_around_an_image(mainloop, padding, device, monkeypatch):
+    """A mainloop that doesn't walk takes a copy with them; of a filter of one tap "same" adds none."""
+    device(900), only_through(mainloop, monkeypatch)
+    filters, size = FILTERS[mainloop][1]
+    nd = len(size)
+    padding = padding[:nd] if isinstance(padding, tuple) else padding
+    dtype = torch.bfloat16 if padding == 1 else torch.float32
+    for own in (filters, (*filters[:2], *[1] * nd)):
+        model = random_model(own, TAILS["tanh, sigmoid"], padding=padding).to(dtype)
+        x = numerics.random_input((2, filters[1], *size)).to(dtype)
+        assert_rule(model, x)  # by this mainloop, or by none
+    pooled = random_model(filters, WINDOWS["largest"], padding=padding)
+    if mainloop == "narrow2d":
+        assert_rule(pooled, numerics.random_input((2, filters[1], *size)))
+
+
+@pytest.mark.parametrize("settings", [{"stride": 2}, {"dilation": 2}, {"groups": 2}], ids=str)
+def test_convolutions_that_are_not_plain(settings, device, monkeypatch):
+    device(), only_through("narrow2d", monkeypatch)
     filters = (16, 4, 3, 3)
     reason = refused(random_model(filters, TAILS["relu, bias"], **settings), torch.randn(2, 4, 12, 13))
     assert ("groups" if "groups" in settings else "stride, padding or dilation") in reason
@@ -715,7 +738,6 @@ def test_on_a_cpu():
         ((16, 3, 1, 10), (9, 19), "registers"),
         ((16, 16, 5, 5), (9, 19), "registers"),
         ((16, 5, 3, 3, 3), (5, 9, 9), "4 channels in"),
-        ((16, 4, 5, 5, 5), (7, 9, 9), "registers"),
     ],
 )
 def test_sizes_that_no_mainloop_takes(filters, size, says, device, monkeypatch):

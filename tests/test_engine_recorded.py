@@ -72,8 +72,8 @@ def test_the_rule_is_held_to_all_candidates(dtype, gpu, monkeypatch):  # noqa: F
     assert looked_at >= 4 and not slower
 
 
-def test_v_alone_is_one_thing_in_all_schedules(gpu, monkeypatch):  # noqa: F811
-    """What writes v for a pass behind it saves no pass, whichever schedule has it."""
+def test_v_alone_saves_no_pass(gpu, monkeypatch):  # noqa: F811
+    """What writes v for a pass behind it saves no pass."""
     asked: list[Sequence] = []
     gpu(architecture=900, multiprocessors=132)
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
@@ -85,4 +85,4 @@ def test_v_alone_is_one_thing_in_all_schedules(gpu, monkeypatch):  # noqa: F811
     bias = torch.empty(256, device="meta")
     with pytest.raises(Unsupported):
         stored.describe(Case(segment, [x, weight, bias, *arguments[3:]], True, torch.float32))
-    assert len(asked) > 1 and all(how.alone for how in asked)
+    assert asked and all(how.alone for how in asked)

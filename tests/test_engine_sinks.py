@@ -157,6 +157,15 @@ def test_padding_stride_and_dilation(name, through):
     assert_rule(model, numerics.random_input((3, 24, 8, 9)))
 
 
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d"])
+@pytest.mark.parametrize("name, stores", [("norm", True), ("logsumexp", False), ("norm", False)])
+def test_zeros_around_an_image(name, stores, mainloop, through):
+    through(mainloop, stores=stores)
+    filters, size = ((20, 5, 2, 3), (7, 40)) if mainloop == "narrow2d" else ((20, 3, 2, 3, 3), (4, 7, 11))
+    model = model_of(filters, TAILS[name][0], padding=(1, 0, 2)[: len(size)])
+    assert_rule(model, numerics.random_input((2, filters[1], *size)))
+
+
 def test_passes_in_planes_get_v_so(through):
     """As where another input has positions and channels, and no samples."""
     through("stream")

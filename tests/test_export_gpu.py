@@ -50,6 +50,17 @@ class Activated(nn.Module):
         return torch.relu(self.conv(x)) * self.scale + self.bias
 
 
+class Around(nn.Module):
+    """y = relu(conv(x)) * scale, of an image with zeros around it."""
+
+    def __init__(self, channels_in, channels, scale):
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(channels_in, channels, 3, padding=1), scale
+
+    def forward(self, x):
+        return torch.relu(self.conv(x)) * self.scale
+
+
 class Smooth(nn.Module):
     """y = gelu(conv(x) * factor) - scale, whose backward needs v and parameters as they were."""
 
@@ -187,6 +198,7 @@ def by_our_own(gpu, on_the_cpu, monkeypatch):  # noqa: F811
         def text():
             gpu()
             monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
+            monkeypatch.setattr(choice, "narrow_loses", lambda *_: None)
             monkeypatch.setattr(choice, "inside_loses", lambda start, *_: behind and start == choice.SECOND)
             model, x = Model(*given), torch.empty(shape, device="meta")
             own = export.generated(model, x, "cuda", by_our_own=True)._replace(place=export.KERNELS)
@@ -202,7 +214,15 @@ def by_our_own(gpu, on_the_cpu, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize(
     "Model, behind",
-    [(Activated, False), (Smooth, False), (Smooth, True), (Normed, False), (Least, False), (Pooled, False)],
+    [
+        (Activated, False),
+        (Around, False),
+        (Smooth, False),
+        (Smooth, True),
+        (Normed, False),
+        (Least, False),
+        (Pooled, False),
+    ],
 )
 def test_convolutions_of_our_own_in_the_emulation(Model, behind, by_our_own, monkeypatch):
     """y by one launcher, with what backward needs by another, or else v; running statistics as Model's; only for what they were chosen for."""
@@ -232,6 +252,7 @@ def test_no_convolution_is_more_exact_than_eagers(tf32, gpu, monkeypatch):  # no
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: tf32)
     monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
     monkeypatch.setattr(choice, "stream_loses", lambda *_: None)
+    monkeypatch.setattr(choice, "narrow_loses", lambda *_: None)
     x = torch.empty(2, 12, 14, 22, device="meta")
     found = export.generated(Activated(12, 24, 0.5), x, "cuda", by_our_own=True)
     assert ("narrow2d" in found.source) != tf32 and ("TF32" in found.chosen_for) == tf32

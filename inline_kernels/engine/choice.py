@@ -89,9 +89,11 @@ STREAM_TILES = {
 STREAM_ROW = 0.003
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
-# By views of patches (kernels/conv/stream_views.cuh), of a tile: of each of its products, of each of its channels out in float32, of each kilobyte of
-# its patches; and how much longer all of it takes where operands are split (trials/views.json, within an eighth, but for 32 channels of rows of 256: a fifth).
-VIEWS_START, VIEWS_PRODUCT, VIEWS_CHANNEL, VIEWS_KILOBYTE, VIEWS_SPLIT = 10, 0.027, 0.0166, 0.012, 1.25
+# By views of patches (kernels/conv/stream_views.cuh), of a tile: of any, of each of its products, of each of its channels out in float32, of each
+# kilobyte of its patches; and how much longer all of it takes where operands are split (trials/views.json, few_channels.json: within a tenth on
+# average, a quarter at most).
+VIEWS_START, VIEWS_SPLIT = 1, 1.25
+VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL, VIEWS_KILOBYTE = 0.41, 0.031, 0.014, 0.0075
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
 LIBRARY_TURNS = 32  # channels, from which on x in planes is turned for it (layouts.py)
@@ -103,6 +105,18 @@ LIBRARY_VOLUMES, LIBRARY_VOLUMES_LEAST, LIBRARY_VOLUMES_MOST = 4e6, 15e6, 200e6
 # images 22e6 and 29e6: trials/float32.json). Of channels in it computes 8 at once, of channels out 32 at least (trials/views.json: 16e6 with 3 in, 10e6 with 16 out).
 # Of one channel in, in images, at least 1.5e6 (trials/random_speed.json).
 LIBRARY_FLOAT32, LIBRARY_WINOGRAD, WINOGRAD_ROWS, LIBRARY_ONE_CHANNEL = 41e6, 80e6, 28, 1.5e6
+# … of images with few channels in, but of filters of one tap, for each term of a sum, of 16 channels out and more (trials/few_channels.json: 0.3e6
+# to 0.5e6 of 3 to 16 channels, in TF32 and in 16 bits).
+LIBRARY_FEW, FEW_CHANNELS = 0.45e6, 16
+LIBRARY_VOLUMES_FEW = 10e6  # of volumes in 16 bits, of fewer than 8 channels in (the same: 7e6 to 11e6)
+# kernels/conv/narrow2d.cuh, by the bytes of a value: microseconds of any tile of 128 columns of a row, of 64 channels out, for each tap and 8
+# channels in, and for each channel out (the same record, within a sixth).
+ROW_TILES = {2: (0.85, 0.03, 0.0065), 4: (0.93, 0.07, 0.013)}
+ROWS_START = 6
+# … narrow3d.cuh: picoseconds of any position and block of 16 channels out, for each term of a sum, and each channel out (the same, within a third).
+VOLUME_POSITION = {2: (10, 0.22, 0.6), 4: (2, 0.48, 0.6)}
+VOLUME_START = 12
+FEW_LIBRARY = 1.4  # the library's, of few channels, takes as many times what is expected, or more: some of its filters three times that
 # kernels/conv/wide.cuh's, that only writes v (benchmarks/results/trials/stored.json), of 64 channels in, all of whose weights registers hold; of
 # more, for each 64 (trials/rows.json: 275e6 with 128, 190e6 with 256).
 WIDE_OPERATIONS = 650e6
@@ -174,7 +188,7 @@ def stream_views(views, outputs: int, samples: int, itemsize: int, split: bool, 
     """Microseconds of stream's products by views of patches. views: a tiling.Views. itemsize: of results."""
     blocks = -(-outputs // 64)
     turns = -(-samples * -(-views.positions // VIEWS_POSITIONS) // max(device.multiprocessors // blocks, 1))
-    tile = VIEWS_PRODUCT * views.products + VIEWS_CHANNEL * min(outputs, 64) * itemsize / 4
+    tile = VIEWS_TILE + VIEWS_PRODUCT * views.products + VIEWS_CHANNEL * min(outputs, 64) * itemsize / 4
     tile += VIEWS_KILOBYTE * views.bytes / 1024
     alone = 1 if views.teams > 1 else 2  # nothing hides what a single team waits for
     return VIEWS_START + turns * tile * alone * (VIEWS_SPLIT if split else 1) / device.scale.clock
@@ -231,8 +245,12 @@ def _librarys_rate(image: Sequence[int], filters: Sequence[int], itemsize: int, 
 
     outputs, channels, *kernel = filters
     taps = computed(channels * math.prod(kernel), 32) if len(kernel) == 3 else 1
+    is_few = len(kernel) == 2 and channels <= FEW_CHANNELS and math.prod(kernel) > 1
+    few = LIBRARY_FEW * channels * math.prod(kernel) / computed(outputs, 16) if is_few else math.inf
+    if len(kernel) == 3 and itemsize == 2 and channels < 8:
+        return LIBRARY_VOLUMES_FEW / computed(outputs, 16)
     if not split and (len(kernel) == 2 or itemsize == 2):
-        return LIBRARY_OPERATIONS[itemsize]
+        return min(LIBRARY_OPERATIONS[itemsize], few)
     if not split:
         rate = min(max(LIBRARY_VOLUMES * channels, LIBRARY_VOLUMES_LEAST), LIBRARY_VOLUMES_MOST)
         return rate * min(outputs / 32, 1) / taps
@@ -240,38 +258,91 @@ def _librarys_rate(image: Sequence[int], filters: Sequence[int], itemsize: int, 
         return LIBRARY_WINOGRAD
     eights = computed(channels, 8) if taps == 1 else min(computed(channels, 8), computed(3, 8))
     rate = LIBRARY_FLOAT32 / (computed(outputs, 32) * eights * taps)
+    if channels >= 8:
+        return min(rate, few)
     return max(rate, LIBRARY_ONE_CHANNEL) if channels == 1 and len(kernel) == 2 else rate
+
+
+def _by_library(
+    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
+) -> float:
+    """Microseconds of the library's convolution, and of passes over v behind it that ours saves."""
+    x, v, bytes_a_time = math.prod(image), positions * filters[0], PASS_BYTES * device.scale.memory
+    moved = (x + math.prod(filters) + v) * itemsize / bytes_a_time
+    rate = _librarys_rate(image, filters, itemsize, how.split)
+    operations = 2 * v * math.prod(filters[1:]) / device.scale.compute
+    found = LIBRARY_STARTS[itemsize] + max(operations / rate, moved)
+    if how.packs and not how.split and min(filters[:2]) >= LIBRARY_TURNS:
+        found += PACKING_START + 2 * x * itemsize / bytes_a_time
+    if how.beside_wide:
+        rate = WIDE_OPERATIONS / -(-filters[1] // 64) / (3 if how.split else 1)
+        found = min(found, LIBRARY_STARTS[itemsize] + max(operations / rate, moved))
+    if how.alone:
+        return found
+    # Channels last the library may run the tail inside, and then no pass is launched behind it.
+    launches = how.passes * how.packs
+    return found + launches * PACKING_START + (how.passes * v + v / how.window) * itemsize / bytes_a_time
 
 
 def stream_loses(
     image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
 ) -> str | None:
     """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None."""
-    x, weights, v = math.prod(image), math.prod(filters), positions * filters[0]
-    bytes_a_time = PASS_BYTES * device.scale.memory
     ours = stream_microseconds(image, filters, positions, itemsize, device, how)
     products = stream_columns(filters, positions, itemsize, device, how)[1] * how.passes
-    reading = how.passes * (PACKING_START + v * itemsize / bytes_a_time)
+    reading = how.passes * pass_microseconds(filters, positions, itemsize, device)
     if how.folded != VIEWS and how.views is not None and how.views + reading < products:
         return "v by views of patches, and passes over it, take less time"
-    moved = (x + weights + v) * itemsize / bytes_a_time
-    rate = _librarys_rate(image, filters, itemsize, how.split)
-    operations = 2 * v * math.prod(filters[1:]) / device.scale.compute
-    theirs = LIBRARY_STARTS[itemsize] + max(operations / rate, moved)
-    if how.packs and not how.split and min(filters[:2]) >= LIBRARY_TURNS:
-        theirs += PACKING_START + 2 * x * itemsize / bytes_a_time
-    if how.beside_wide:
-        rate = WIDE_OPERATIONS / -(-filters[1] // 64) / (3 if how.split else 1)
-        theirs = min(theirs, LIBRARY_STARTS[itemsize] + max(operations / rate, moved))
-        ours += v / how.window * itemsize / bytes_a_time  # a tile's time is of what is small
-    if how.alone:
-        return None if ours < theirs else "the library's convolution is faster at such sizes"
-    # Channels last the library may run the tail inside, and then no pass is launched behind it.
-    launches = how.passes * how.packs
-    theirs += launches * PACKING_START + (how.passes * v + v / how.window) * itemsize / bytes_a_time
-    return (
-        None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
-    )
+    if how.beside_wide:  # a tile's time is of what is small
+        ours += positions * filters[0] / how.window * itemsize / (PASS_BYTES * device.scale.memory)
+    if ours < _by_library(image, filters, positions, itemsize, device, how):
+        return None
+    behind = " is" if how.alone else " and a pass behind it are"
+    return f"the library's convolution{behind} faster at such sizes"
+
+
+def pass_microseconds(filters: Sequence[int], positions: int, itemsize: int, device) -> float:
+    """Of a pass that reads v."""
+    return PACKING_START + positions * filters[0] * itemsize / (PASS_BYTES * device.scale.memory)
+
+
+def rows_microseconds(image: Sequence[int], filters: Sequence[int], itemsize: int, device) -> float:
+    """Of kernels/conv/narrow2d.cuh's products. image: with zeros around it."""
+    outputs, channels, *kernel = filters
+    rows, columns = (size - taps + 1 for size, taps in zip(image[2:], kernel))
+    tiles = image[0] * rows * -(-columns // 128) * -(-outputs // 64)
+    start, of_slice, of_output = ROW_TILES[itemsize]
+    tile = start + of_slice * math.prod(kernel) * -(-channels // 8) + of_output * min(outputs, 64)
+    return ROWS_START + -(-tiles // device.multiprocessors) * tile / device.scale.clock
+
+
+def volume_microseconds(image: Sequence[int], filters: Sequence[int], itemsize: int, device) -> float:
+    """Of kernels/conv/narrow3d.cuh's products. image: with zeros around it."""
+    outputs, *terms = filters
+    positions = image[0] * math.prod(size - taps + 1 for size, taps in zip(image[2:], filters[2:]))
+    start, of_term, of_output = VOLUME_POSITION[itemsize]
+    position = start + of_term * math.prod(terms) + of_output * min(outputs, 16)
+    return VOLUME_START + positions * -(-outputs // 16) * position * 1e-6 / device.scale.compute
+
+
+def narrow_loses(
+    products: float,
+    image: Sequence[int],
+    filters: Sequence[int],
+    positions: int,
+    itemsize: int,
+    device,
+    how: Streamed,
+    others: float,
+) -> str | None:
+    """Why not a mainloop of few channels in, whose products take so many microseconds; or None. how.packs: is the image copied first, with zeros around
+    it? others: microseconds by another mainloop."""
+    moved = 2 * math.prod(image) * itemsize / (PASS_BYTES * device.scale.memory)
+    ours = how.passes * products + (PACKING_START + moved if how.packs else 0)
+    theirs = _by_library(image, filters, positions, itemsize, device, how._replace(packs=True))
+    if FEW_LIBRARY * theirs <= ours:
+        return "the library's convolution is faster at such sizes"
+    return "another mainloop is faster at such sizes" if others <= ours else None
 
 
 def inside_loses(start: float, instructions: int, moved: int, scale) -> bool:

@@ -81,7 +81,7 @@ class Text(NamedTuple):
 
 # Names that the text around the tail has, and words of the language that an attribute of a model may be called by.
 _TAKEN = set(
-    "v x y weight pooled before after channel tail Tail Channel Filter Build Conv Target largest_x auto bool case char class const default delete do double else "
+    "v x padded y weight pooled before after channel tail Tail Channel Filter Build Conv Target largest_x auto bool case char class const default delete do double else "
     "enum explicit export extern float for goto if inline int long namespace new operator private public register short signed sizeof static "
     "struct switch template this throw try typename union unsigned using virtual void volatile while and or not xor".split()
 )
@@ -265,6 +265,7 @@ def _source(
     numbers = [f"double {m.name}" for m in members if not m.is_tensor]
     outputs = [f"Out<{each.ctype}> {each.name}" for each in results]
     outputs += [f"Out<{ctype}> {name}" for ctype, name in zip(("uint8_t", "value_t"), winners)]
+    headers, padding = mainloop.padding(segment)
     parameters = [*outputs, "In<value_t> x", "In<value_t> weight", *tensors, *numbers]
     tails = {each.name: "tail" if each.name == "y" else f"tail_{each.name}" for each in results}
     made = []
@@ -286,7 +287,7 @@ def _source(
     return "\n".join(
         [
             f"// {segment.conv.name}",
-            *[f'#include "{header}"' for header in (*mainloop.headers, "core/math.h")],
+            *[f'#include "{header}"' for header in (*headers, *mainloop.headers, "core/math.h")],
             "",
             "using real = accumulate_t;",
             mainloop.declared,
@@ -295,7 +296,7 @@ def _source(
             *[line for each in results for line in (*each.text.lines, "")],
             f"EXPORT void forward({', '.join(parameters)}, cudaStream_t stream) {{",
             *made,
-            *[f"  {line}" for line in launch],
+            *[f"  {line}" for line in (*padding, *launch)],
             "}",
         ]
     )
@@ -512,11 +513,6 @@ def _build(written: Written, case: Case) -> dict:
         "device": "cuda",
         "defines": written.mainloop.all_defines(_job(written, case)) | case.defines,
     }
-
-
-def mainloop_of(case: Case) -> mainloops.Mainloop:
-    """Which runs. Raises Unsupported."""
-    return _chosen(case).mainloop
 
 
 def requests(case: Case) -> list[dict]:

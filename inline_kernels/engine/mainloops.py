@@ -38,7 +38,11 @@ class Walk(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        return {*self.stride, *self.dilation} == {1} and not any((*self.before, *self.behind))
+        return self.is_dense and not any((*self.before, *self.behind))
+
+    @property
+    def is_dense(self) -> bool:
+        return {*self.stride, *self.dilation} == {1}
 
 
 def walk_of(segment, weight: Tensor) -> Walk:
@@ -71,12 +75,36 @@ def walk_text(dimensions: int) -> str:
     return f"const conv::Walk walk{{{own}}};"
 
 
+def _padded_text(dimensions: int) -> list[str]:
+    """Lines of a launcher by which x gets what a mainloop that doesn't walk meets around it."""
+    axes = "DHW"[3 - dimensions :]
+    before, behind = (
+        ", ".join(["0"] * (3 - dimensions) + [f"{side}_{axis}" for axis in axes])
+        for side in ("BEFORE", "BEHIND")
+    )
+    return [
+        f"const conv::Padded<value_t> padded(x, {{{before}}}, {{{behind}}}, stream);",
+        "x = padded.x;",
+    ]
+
+
 # --------------------------------------------------------------------------------------------------------------- what is asked
+
+
+class Image(NamedTuple):
+    """What a mainloop's tiles hang on, of an x in planes."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
 
 
 class Job(NamedTuple):
     """What a mainloop is asked to do. dtypes: of the results; front: direct.py's, or sinks: those of each pass; positions: v's, in all samples;
-    settings: how its filter goes, or None where it is padded by more behind than before, and walk, too; last: are results to lie channels
+    settings: how its filter goes, or None where it is padded by more behind than before, and walk, too; pads: segment.Conv.pads; last: are results to lie channels
     last for the next convolution, and rounds: y be rounded to TF32?"""
 
     x: Tensor
@@ -87,6 +115,7 @@ class Job(NamedTuple):
     positions: int
     settings: precision.Settings | None
     walk: Walk
+    pads: bool
     last: bool = False
     rounds: bool = False
     instructions: int = 0  # of an element's tails, about
@@ -95,6 +124,12 @@ class Job(NamedTuple):
     def window(self) -> int:
         """Elements of v that are pooled to one."""
         return math.prod(self.front.window) if self.front and self.front.pooled else 1
+
+    @property
+    def image(self) -> Image:
+        """x, with zeros around it as the convolution has them."""
+        around = zip(self.x.shape[2:], self.walk.before, self.walk.behind)
+        return Image((*self.x.shape[:2], *map(sum, around)), self.x.dtype, self.x.device)
 
     @property
     def is_alone(self) -> bool:
@@ -121,7 +156,7 @@ def job_of(
     settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
     positions = sizes.N * sizes.positions("e")
     rounds = case.stays_last and case.segment.result == between.OPERAND and case.x.dtype == torch.float32
-    how = settings, walk, case.stays_last, rounds, instructions
+    how = settings, walk, case.segment.conv.pads, case.stays_last, rounds, instructions
     return Job(case.x, case.weight, dtypes, front, sinks, positions, *how)
 
 
@@ -158,10 +193,14 @@ def no_more_exact_than_eager() -> Iterator[None]:
         _limit.is_eager = before
 
 
+def _limits(job: Job) -> bool:
+    return getattr(_limit, "is_eager", False) and job.runs_tf32
+
+
 class Mainloop(NamedTuple):
     """A kernel that convolves, for fronts that it `takes`. obstacle: why it can't run, or is not faster than the schedule `load`, for an x in planes, or
     where it `walks` in any layout; or None. defines: a build's. most: results that it can store. has_places: do its tails know which element of y they compute? walks: does it take a stride,
-    padding and dilation (`Walk`)? lies_last: x and results lie channels last, in any type.
+    padding and dilation (`Walk`)? pads: or of an image with zeros around it, a copy? lies_last: x and results lie channels last, in any type.
     is_exact: in float32, whatever eager runs."""
 
     name: str
@@ -175,6 +214,7 @@ class Mainloop(NamedTuple):
     has_places: bool = True
     most: int = 1
     walks: bool = False
+    pads: bool = False
     sinks: Sinks | None = None
     lies_last: bool = False
     is_exact: bool = False
@@ -183,7 +223,7 @@ class Mainloop(NamedTuple):
         """Why it can't run, or is not faster than the schedule `load`; or None. Channels last the library's tensor cores take operands as they lie,
         and ours would turn x, and y again."""
         x, own = job.x, self.walks and self.takes_last(job.x)
-        if self.is_exact and getattr(_limit, "is_eager", False) and job.runs_tf32:
+        if self.is_exact and _limits(job):
             return "it is more exact than eager"
         if not own and library.is_channels_last(x) and not choice.is_silent():
             if x.element_size() == 2 or library.may_run_tf32(x):
@@ -204,10 +244,10 @@ class Mainloop(NamedTuple):
     def check_walk(self, segment, weight: Tensor, window: Sequence[int | None] | None = None) -> None:
         """window: what is pooled in it. Raises Unsupported."""
         walk = walk_of(segment, weight)
-        if segment.conv.padding_mode != "zeros":
+        if segment.conv.padding_mode != "zeros" and segment.conv.pads:
             raise Unsupported("the convolution pads with other values than zeros")
         if not self.walks:
-            if not walk.is_plain:
+            if not (walk.is_dense if self.pads else walk.is_plain):
                 raise Unsupported("the convolution has a stride, padding or dilation")
             return
         window = window or (1,) * self.dimensions
@@ -216,13 +256,19 @@ class Mainloop(NamedTuple):
         if reason := copies_obstacle(walk, weight.shape[2:], window):
             raise Unsupported(reason)
 
+    def padding(self, segment) -> tuple[Sequence[str], Sequence[str]]:
+        """Headers and lines of a launcher for the zeros around x, where it is a copy with them that this convolves."""
+        if not (self.pads and segment.conv.pads):
+            return (), ()
+        return ("conv/padded.cuh",), _padded_text(self.dimensions)
+
     def in_words(self, job: Job) -> str:
         """Its name, and how it goes about it, for `plan`."""
         by_views = self.walks and self.defines(job).get("FOLDED") == choice.VIEWS
         return self.name + " by views of patches" * by_views
 
     def all_defines(self, job: Job) -> dict:
-        return self.defines(job) | (walk_defines(job.walk) if self.walks else {})
+        return self.defines(job) | (walk_defines(job.walk) if self.walks or (self.pads and job.pads) else {})
 
 
 # ------------------------------------------------------------------------------------------- where they run, and their tiles
@@ -233,7 +279,7 @@ def _rows_shared(job: Job, tiles: int) -> int:
     weight, itemsizes = job.weight, [each.itemsize for each in job.dtypes]
     if not job.sinks:
         return tiling.rows_shared(weight, tiles, *itemsizes)
-    largest = max(job.x.element_size(), *itemsizes)
+    largest = max(job.image.element_size(), *itemsizes)
 
     def of_pass(sinks: Sequence) -> int:
         words = sum(sink.words for sink in sinks if sink.kind == "channels")
@@ -244,19 +290,42 @@ def _rows_shared(job: Job, tiles: int) -> int:
 
 def _row_tiles(job: Job) -> int:
     """Of a row that is one block's; 0: rows are cut among blocks, because memory has no room for them."""
-    tiles = tiling.row_tiles(job.x, job.weight)
-    fits = tiles and tiling.rows_obstacle(job.x, job.weight, _rows_shared(job, tiles)) is None
+    tiles = tiling.row_tiles(job.image, job.weight)
+    fits = tiles and tiling.rows_obstacle(job.image, job.weight, _rows_shared(job, tiles)) is None
     return tiles if fits else 0
 
 
+def _rows_fit(job: Job) -> str | None:
+    return tiling.rows_obstacle(job.image, job.weight, _rows_shared(job, _row_tiles(job) or 1))
+
+
 def _rows_obstacle(job: Job) -> str | None:
-    return tiling.rows_obstacle(job.x, job.weight, _rows_shared(job, _row_tiles(job) or 1))
+    return _rows_fit(job) or _rows_lose(job)
+
+
+def _rows_lose(job: Job) -> str | None:
+    return _narrow_loses(job, choice.rows_microseconds)
+
+
+def _narrow_loses(job: Job, microseconds: Callable) -> str | None:
+    """Would a mainloop of few channels in take longer than the library, or than stream, and a pass over v where others than v's tail are in it?"""
+    if choice.is_silent():
+        return None
+    x, device, how = job.x, tiling.device_properties(job.x.device.index), _streamed(job, job.window > 1)
+    sizes, others = (job.weight.shape, job.positions, x.element_size(), device), math.inf
+    if _stream_obstacle(job) is None:
+        others = choice.stream_microseconds(x.shape, *sizes, how)
+        if job.sinks and not job.is_alone:
+            others += choice.pass_microseconds(*sizes) * how.passes
+    products = microseconds(job.image.shape, job.weight.shape, x.element_size(), device)
+    how = how._replace(packs=job.pads, beside_wide=False)
+    return choice.narrow_loses(products, x.shape, *sizes, how, others)
 
 
 def _rows_defines(job: Job) -> dict:
     tiles = _row_tiles(job)
     planned = {"SINKS_SHARED" if job.sinks else "ROWS_SHARED": _rows_shared(job, tiles or 1)}
-    reads_on = not tiles or job.x.shape[3] > tiles * tiling.COLUMNS
+    reads_on = not tiles or job.image.shape[3] > tiles * tiling.COLUMNS
     return (
         tiling.spatial_defines(job.weight.shape) | {"ROW_TILES": tiles, "READS_ON": int(reads_on)} | planned
     )
@@ -266,20 +335,20 @@ def _windows_obstacle(job: Job) -> str | None:
     window = job.front.window
     if None in window or min(window) < 2 or max(window) > 8:
         return "windows have 2 to 8 rows and columns"
-    return tiling.rows_obstacle(
-        job.x, job.weight, tiling.windows_shared(job.weight, window[1], len(job.dtypes))
-    )
+    shared = tiling.windows_shared(job.weight, window[1], len(job.dtypes))
+    return tiling.rows_obstacle(job.image, job.weight, shared) or _rows_lose(job)
 
 
 def _windows_defines(job: Job) -> dict:
     planned = {"ROWS_SHARED": tiling.windows_shared(job.weight, job.front.window[1], len(job.dtypes))}
-    long_rows = {"LONG_ROWS": int(job.x.shape[3] > tiling.COLUMNS)}
+    long_rows = {"LONG_ROWS": int(job.image.shape[3] > tiling.COLUMNS)}
     return tiling.spatial_defines(job.weight.shape) | long_rows | planned
 
 
 def _narrow3d_obstacle(job: Job) -> str | None:
     own = _STORES_SHARED if job.is_stored else _REDUCES_SHARED if job.sinks else _RUNS_SHARED
-    return tiling.volume_obstacle(job.x, job.weight, job.x.dtype, own, bool(job.sinks))
+    reason = tiling.volume_obstacle(job.image, job.weight, job.x.dtype, own, True)
+    return reason or _narrow_loses(job, choice.volume_microseconds)
 
 
 def _wide_obstacle(job: Job) -> str | None:
@@ -287,6 +356,9 @@ def _wide_obstacle(job: Job) -> str | None:
     x, weight = job.x, job.weight
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
+    few = weight.shape[1] <= choice.FEW_CHANNELS and not _limits(job)
+    if few and not choice.is_silent() and _rows_fit(job) is None:
+        return "there are few channels in"
     if job.front and weight.shape[1] > 64 and (weight.shape[1] > 128 or not stream_splits(job)):
         alone = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1])
         if _stream_obstacle(job if len(job.dtypes) == 1 else alone) is None:
@@ -572,6 +644,7 @@ MAINLOOPS = (
         obstacle=_rows_obstacle,
         defines=_rows_defines,
         most=9,
+        pads=True,
         is_exact=True,
         sinks=Sinks(
             pinned={},
@@ -602,6 +675,7 @@ MAINLOOPS = (
         defines=_windows_defines,
         has_places=False,
         most=3,
+        pads=True,
         is_exact=True,
     ),
     Mainloop(
@@ -614,6 +688,7 @@ MAINLOOPS = (
         obstacle=_narrow3d_obstacle,
         defines=lambda job: tiling.spatial_defines(job.weight.shape),
         most=9,
+        pads=True,
         is_exact=True,
         sinks=Sinks(
             pinned={"LEAST_SHARED": _STORES_SHARED},

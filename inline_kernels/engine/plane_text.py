@@ -18,6 +18,7 @@ from .passes import FEW, Array, Key, Planes, Program, Unsupported, is_static, ov
 from .scalars import instructions
 
 MUCH = 5  # instructions: an exponential's; to store a value and to load it again takes less
+LIGHT = 16  # … of a walk over channels: more take longer than memory does (trials/axes.json)
 _EXTREME = re.compile(r"auto (?:own_)?(best\d+) = \w+\.(?:largest|smallest)(?:_row)?\(\);$")
 
 
@@ -145,6 +146,10 @@ class PlaneText(PassText):
             constants.append("bool kWindows = true")
         if not self.program.on_cpu and (each.by_sample or self.axis):
             again = self.walks + bool(last or within) > 1
+            if each.by_sample:
+                walks = [*self.loops, *[last] * bool(last)]
+                computed = [node for each in walks for node in each.known if not node.space.small]
+                again &= instructions(computed) <= LIGHT * len(walks)
             constants.append(f"bool kAgain = {str(again).lower()}")
         if each.by_sample and not self.program.on_cpu:
             constants.append(f"int kSums = {len(totals)}")

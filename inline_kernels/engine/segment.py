@@ -28,6 +28,11 @@ class Conv(NamedTuple):
     padding_mode: str = "zeros"
     is_nothing: bool = False
 
+    @property
+    def pads(self) -> bool:
+        """Does it, for some filters?"""
+        return self.padding == "same" or any(self.padding)
+
 
 class Segment:
     """A convolution and its tail. Read-only.

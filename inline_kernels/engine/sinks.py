@@ -56,7 +56,7 @@ INSTRUCTIONS_A_SECOND = 9e12  # of a tail inside a mainloop, of all threads
 # (…-judged.json); 23 in full ones (67) were not measured, nor more.
 MOST_BESIDE = 24
 _OWN_NAMES = set(
-    "x y weight stream number seed stored scratch next kept next_kept values geometry largest v".split()
+    "x padded y weight stream number seed stored scratch next kept next_kept values geometry largest v".split()
 )
 
 
@@ -209,15 +209,19 @@ class _Composer:
                     body += self._merged(i, sink)
             body += source.merging(self.program, i)
         declared = [f"Out<{naming.EXPORTED[a.kind]}> {a.name}" for a in results]
+        headers, padding = self.mainloop.padding(self.segment)
         declared += ["In<value_t> x", "In<value_t> weight"]
         declared += [f"In<{kind}> {naming.identifier(name)}" for name, kind in tensors]
         declared += [f"In<{naming.EXPORTED[a.kind]}> {a.name}" for a in incoming]
         declared += ["In<int64_t> seed", "int64_t number"] * random
         declared += [f"double {naming.identifier(name)}_given" for name in numbers]
-        launcher = [*self._sizes(numbers), *planned, *self._memory(results, parts), *locals_, *body]
+        launcher = [*padding, *self._sizes(numbers), *planned, *self._memory(results, parts), *locals_, *body]
         text = [
             f"// {self.segment.conv.name}",
-            *[f'#include "{each}"' for each in ("load/load.h", *self.convolving.headers, "core/math.h")],
+            *[
+                f'#include "{each}"'
+                for each in ("load/load.h", *headers, *self.convolving.headers, "core/math.h")
+            ],
             "",
             self.mainloop.declared,
             self.convolving.declared,
@@ -484,11 +488,6 @@ def build(mainloop, found: Composed, case: Case) -> dict:
     defines = case.defines | mainloop.all_defines(_job(found, case))
     name = f"sinks_{naming.identifier(case.segment.conv.name)}"
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
-
-
-def mainloop_of(case: Case) -> mainloops.Mainloop:
-    """Which runs. Raises Unsupported."""
-    return _chosen(case)[0]
 
 
 def requests(case: Case) -> list[dict]:

@@ -1,13 +1,13 @@
 """The schedule `stored`: a convolution of our own writes v, and the schedule `load` does the rest, forward and backward.
 
 It runs on a GPU where a mainloop takes less time than the library, whatever the tail. What is kept for backward is the same as `load`'s, and so are
-schedule.py's functions and signatures. The convolution is planned as a segment of its own that has no tail, by direct.py or sinks.py; or, where
+schedule.py's functions and signatures. The convolution is planned as a segment of its own that has no tail, by direct.py; or, where
 backward follows, sinks.py has what the first pass over v makes, sums mostly, taken from the registers beside it.
 """
 
 from __future__ import annotations
 
-from . import direct, load_plan, mainloops, programs, schedule, sinks
+from . import direct, load_plan, programs, schedule, sinks
 from .between import KEPT
 from .cases import Case
 from .graph import ELEMENTS, Graph
@@ -17,7 +17,6 @@ from .segment import Segment
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
 
 BY_SIZES = True
-_BY = direct, sinks  # sinks takes any number of channels out
 
 
 def _composed(case: Case) -> programs.Composed:
@@ -54,24 +53,15 @@ def alone(case: Case) -> Case:
     return Case(known[last], (case.x, case.weight), False, case.x.dtype, last=last)
 
 
-def convolving(case: Case):
-    """The schedule that convolves, whose mainloop comes first of those that can. Raises Unsupported."""
+def of_convolution(case: Case) -> list[dict]:
+    """What direct builds for the convolution alone. Raises Unsupported."""
     last = _writes_last(case)
     if last and not load_plan.is_last(case, _composed(case)):
         raise Unsupported("v would lie channels last, and passes read planes")
-    able, refused = [], []
-    for by in _BY:
-        try:
-            requests = by.requests(alone(case))
-            if not last and any(each["defines"].get("RESULTS_LAST") for each in requests):
-                raise Unsupported("v would lie channels last, and passes read planes")
-            able.append(by)
-        except Unsupported as error:
-            refused.append(str(error))
-    if not able:
-        raise Unsupported("; ".join(dict.fromkeys(refused)))
-    first = [each.name for each in mainloops.MAINLOOPS].index
-    return min(able, key=lambda by: first(by.mainloop_of(alone(case)).name)) if len(able) > 1 else able[0]
+    found = direct.requests(alone(case))
+    if not last and any(each["defines"].get("RESULTS_LAST") for each in found):
+        raise Unsupported("v would lie channels last, and passes read planes")
+    return found
 
 
 def first_beside(case: Case) -> tuple | None:
@@ -87,7 +77,7 @@ def first_beside(case: Case) -> tuple | None:
 def requests(case: Case) -> list[dict]:
     """The first one is load's."""
     behind, beside = _behind(case), first_beside(case)
-    own = [sinks.build(*beside, behind)] if beside else convolving(case).requests(alone(case))
+    own = [sinks.build(*beside, behind)] if beside else of_convolution(case)
     return schedule.requests(behind) + own
 
 
@@ -96,14 +86,14 @@ def describe(case: Case) -> str:
     if beside := first_beside(case):
         mainloop, found = beside
         return schedule.describe(behind, mainloop.name, min(found.parts))
-    by = convolving(case)
-    return schedule.describe(behind, by.describe(alone(case)).partition(":" if by is sinks else ",")[0])
+    of_convolution(case)
+    return schedule.describe(behind, direct.describe(alone(case)).partition(",")[0])
 
 
 def plan(case: Case) -> load_plan.Plan:
     behind = _behind(case)
     if beside := first_beside(case):
         return sinks.plan_saving(behind, *beside)
-    by = convolving(case)
-    own = by.plan(alone(case))
-    return schedule.plan(behind, own=lambda x, weight, _: by.forward(own, (x, weight))[0])
+    of_convolution(case)
+    own = direct.plan(alone(case))
+    return schedule.plan(behind, own=lambda x, weight, _: direct.forward(own, (x, weight))[0])

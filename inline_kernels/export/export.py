@@ -257,7 +257,7 @@ def _faster(fast: nn.Module, segment: Segment, x: torch.Tensor, plan: load_plan.
             found["forward_saving"] = request | {"source": _saving(request["source"], results, plan)}
             break
     with contextlib.suppress(schedule.Unsupported):
-        (request,) = stored.convolving(case).requests(stored.alone(case))
+        (request,) = stored.of_convolution(case)
         found["convolve"] = request | {"source": _convolving(request["source"])}
     return found
 

@@ -225,8 +225,8 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   int turn_ = 0;
 };
 
-// A position of a pass by sample, whose channels some lanes share: each has K neighbouring ones, and then the
-// next; where there are many, kPacks of them, which it reads together.
+// What a pass by sample has of a position, or a few, whose channels some lanes share: each has some in turn,
+// and where there are many, kPacks times as many, which it reads together.
 constexpr int kPacks = 4;
 HOST_DEVICE unsigned lanes_of_row(int64_t C, int K) {
   const int64_t packs = (C + K - 1) / K;
@@ -234,56 +234,72 @@ HOST_DEVICE unsigned lanes_of_row(int64_t C, int K) {
   while (lanes < 32 && (packs < 2 * kPacks ? lanes < packs : lanes * 2 * kPacks <= packs)) lanes *= 2;
   return lanes;
 }
-template <int K> struct RowPoint : SharedPoint {
+// `across`: K neighbouring channels at a time of one position; or else one of each of K neighbouring
+// positions.
+template <int K, bool across> struct RowPoint : SharedPoint<across ? 1 : K> {
+  using Here = Point<across ? 1 : K>;
   using Terms = std::conditional_t<K == 1, real, Pack<real, K>>;
-  __device__ __forceinline__ Point<1> channel(int64_t of, int64_t channels) const {
-    return Point<1>::channel(of < 0 ? 0 : of, channels);  // of none: nobody sees it
+  __device__ __forceinline__ Here channel(int64_t of, int64_t channels) const {
+    return Here::channel(of < 0 ? 0 : of, channels);  // of none: nobody sees it
   }
   template <class F> __device__ __forceinline__ void channels(int64_t count, const F& f) const {
-    const int end = active ? int(count) : 0, step = int(sharing.lanes) * K;
+    constexpr int kChannels = across ? K : 1;
+    const int end = this->active ? int(count) : 0, step = int(this->sharing.lanes) * kChannels;
     const auto point = [&](int i) {
-      f(Point<K, (K > 1)>{extent, values, n, Channels<K>{i}, count, position, 0, true});
+      f(Point < K, across && (K > 1) > {this->extent, this->values, this->n, Channels<kChannels>{i}, count,
+                                        this->position, 0, true});
     };
-    int i = int(sharing.lane()) * K;
+    int i = int(this->sharing.lane()) * kChannels;
     for (; i + (kPacks - 1) * step < end; i += kPacks * step)
 #pragma unroll
       for (int j = 0; j < kPacks; j++) point(i + j * step);
 #pragma unroll 1
     for (; i < end; i += step) point(i);
   }
-  using Point<1>::all;
+  using Here::all;
   __device__ __forceinline__ Terms channel_zero() const { return {}; }
   __device__ __forceinline__ Terms channel_total() const { return {}; }  // a lane's are few
   __device__ __forceinline__ Extreme<1, Terms> largest_channel() const { return {}; }
   __device__ __forceinline__ Extreme<-1, Terms> smallest_channel() const { return {}; }
-  __device__ __forceinline__ real all(const Terms& x) const {
-    real sum = lane_of(x, 0);
+  __device__ __forceinline__ typename Here::T all(const Terms& x) const {
+    if constexpr (across && K > 1) {
+      real sum = x.at[0];
 #pragma unroll
-    for (int i = 1; i < K; i++) sum += lane_of(x, i);
-    return sharing.sum(sum);
+      for (int i = 1; i < K; i++) sum += x.at[i];
+      return this->sharing.sum(sum);
+    } else {
+      return this->sharing.sum(x);
+    }
   }
   template <int sign>
-  __device__ __forceinline__ Extreme<sign, real> all(const Extreme<sign, Terms>& x) const {
-    Extreme<sign, real> best = x.of_lane(0);
+  __device__ __forceinline__ Extreme<sign, typename Here::T> all(const Extreme<sign, Terms>& x) const {
+    if constexpr (across && K > 1) {
+      Extreme<sign, real> best = x.of_lane(0);
 #pragma unroll
-    for (int i = 1; i < K; i++) best.merge(x.of_lane(i));
-    return sharing.best(best);
+      for (int i = 1; i < K; i++) best.merge(x.of_lane(i));
+      return this->sharing.best(best);
+    } else {
+      return this->sharing.best(x);
+    }
   }
 };
 
 // Lanes' share of a sample.
-template <int K, Order order> class Rows : public SharedPoints<order> {
+template <int K, bool across, Order order> class Rows : public SharedPoints<order> {
  public:
   const int64_t n, c = 0;
   __device__ Rows(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing)
       : n(block<order>() / parts), extent_(extent), values_(values), sharing_(sharing),
         part_(block<order>() % parts), parts_(parts) {}
   template <class F> __device__ __forceinline__ void each(const F& f) {
-    const int S = extent_.positions(), own = int(sharing_.point()), step = int(sharing_.points());
+    constexpr int kPoints = across ? 1 : K;
+    const int S = extent_.positions(), own = int(sharing_.point()) * kPoints,
+              step = int(sharing_.points()) * kPoints;
     for (int i = int(part_) * step; i < S; i += int(parts_) * step) {  // a block together
       const bool active = i + own < S;
       this->counts_ = active && sharing_.lane() == 0;
-      f(RowPoint<K>{{{extent_, values_, n, 0, 1, active ? i + own : S - 1, 0, true}, sharing_, active}});
+      f(RowPoint<K, across>{
+          {{extent_, values_, n, 0, 1, active ? i + own : S - kPoints, 0, true}, sharing_, active}});
     }
   }
 

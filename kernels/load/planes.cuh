@@ -153,7 +153,7 @@ void axes(const Pass& pass, const Extent& extent, int64_t terms, bool is_row, co
   const Sharing sharing =
       shared_by(terms, extent.N * extent.C * S, kLast ? extent.C : S, is_row && !kLast, Pass::kAgain);
   if (sharing.lanes == 1) return planes(pass, extent, values, parts, stream);
-  const unsigned points = kPlaneThreads / sharing.lanes;
+  const unsigned points = sharing.points();
   unsigned across = 1;
   if (kLast && !Pass::kSums)
     while (across < points && across < extent.C) across *= 2;
@@ -164,29 +164,39 @@ void axes(const Pass& pass, const Extent& extent, int64_t terms, bool is_row, co
                stream, pass, extent, values, unsigned(parts.count), sharing, across);
 }
 
-// Of a pass by sample, whose extent has no channels; C: those of its arrays.
-template <int K, class Pass, Order order>
+// Of a pass by sample, whose extent has no channels; C: those of its arrays. See RowPoint.
+template <int K, bool across, class Pass, Order order>
 void in_rows(const Pass& pass, const Extent& extent, const value_t* values, Parts<order> parts,
              const Sharing& sharing, cudaStream_t stream) {
   const int64_t blocks = extent.N * parts.count;
   if (!blocks || !extent.positions()) return;
-  launch_early(planes_kernel<kRowBlocks, Rows<K, order>, Pass, Sharing>, blocks, kPlaneThreads, stream, pass,
-               extent, values, unsigned(parts.count), sharing);
+  launch_early(planes_kernel<kRowBlocks, Rows<K, across, order>, Pass, Sharing>, blocks, kPlaneThreads,
+               stream, pass, extent, values, unsigned(parts.count), sharing);
 }
-// In planes a thread has a few channels by itself.
+// In planes a thread has a few channels by itself, of the points that it has elsewhere.
+constexpr int kPoints = 4;
 template <class Pass, Order order>
 void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, Parts<order> parts,
                cudaStream_t stream) {
   if constexpr (kLast) {
-    if (C % kPack) in_rows<1>(pass, extent, values, parts, {lanes_of_row(C, 1), 1}, stream);
-    else in_rows<kPack>(pass, extent, values, parts, {lanes_of_row(C, kPack), 1}, stream);
+    if (C % kPack) in_rows<1, true>(pass, extent, values, parts, {lanes_of_row(C, 1), 1}, stream);
+    else in_rows<kPack, true>(pass, extent, values, parts, {lanes_of_row(C, kPack), 1}, stream);
   } else {
     const int64_t S = extent.positions();
-    const Sharing sharing = shared_by(C, extent.N * S, S, false, Pass::kAgain);
-    if (sharing.lanes == 1) return planes(pass, extent, values, parts, stream);
-    const unsigned points = kPlaneThreads / sharing.lanes;
-    if (!Pass::kSums) parts.count = (S + points - 1) / points;
-    in_rows<1>(pass, extent, values, parts, sharing, stream);
+    const auto shared = [&](auto K, const Sharing& sharing) {
+      if (sharing.lanes == 1) return false;
+      const unsigned points = sharing.points() * K;
+      if (!Pass::kSums) parts.count = (S + points - 1) / points;
+      in_rows<K, false>(pass, extent, values, parts, sharing, stream);
+      return true;
+    };
+    if constexpr (Pass::kAgain && !is_scalar<Pass>) {
+      const std::integral_constant<int, kPoints> packs;
+      if (S % kPoints == 0 && shared(packs, packs_shared_by<kPoints>(C, extent.N * S))) return;
+    }
+    const std::integral_constant<int, 1> single;
+    if (shared(single, shared_by(C, extent.N * S, S, false, Pass::kAgain))) return;
+    planes(pass, extent, values, parts, stream);
   }
 }
 

@@ -13,7 +13,7 @@ struct Sharing {
   unsigned lanes, apart;
   __device__ __forceinline__ unsigned lane() const { return threadIdx.x / apart % lanes; }
   // Of a block, and the thread's.
-  __device__ __forceinline__ unsigned points() const { return kPlaneThreads / lanes; }
+  HOST_DEVICE unsigned points() const { return kPlaneThreads / lanes; }
   __device__ __forceinline__ unsigned point() const {
     return threadIdx.x / (lanes * apart) * apart + threadIdx.x % apart;
   }
@@ -28,6 +28,9 @@ struct Sharing {
     for (unsigned t = first(); t < first() + lanes * apart; t += 32) x += of_warps[t];
     __syncthreads();  // they may be written again
     return x;
+  }
+  template <int K> __device__ __forceinline__ Pack<real, K> sum(const Pack<real, K>& x) const {
+    return load::lanes<K>([&](int i) { return sum(x.at[i]); });
   }
   template <int sign> __device__ __forceinline__ Extreme<sign, real> best(Extreme<sign, real> x) const {
     for (unsigned d = apart; d < min(lanes * apart, 32u); d *= 2) {
@@ -50,6 +53,15 @@ struct Sharing {
     __syncthreads();  // they may be written again
     return x;
   }
+  template <int sign, int K>
+  __device__ __forceinline__ Extreme<sign, Pack<real, K>> best(Extreme<sign, Pack<real, K>> x) const {
+#pragma unroll
+    for (int i = 0; i < K; i++) {
+      const Extreme<sign, real> one = best(x.of_lane(i));
+      x.value.at[i] = one.value, x.index.at[i] = one.index;
+    }
+    return x;
+  }
 
  private:
   // Of the point's threads, the first in its first warp.
@@ -62,17 +74,28 @@ struct Sharing {
 // Neighbours in memory are some points. Where terms are walked over `again`, fewer threads fill it, but a
 // lane has at most 32 terms: the L1 cache then still has those of a block. Where neighbours are a point's
 // terms, a warp's lanes read those together.
-constexpr int64_t kFill = 1 << 18;
+constexpr int64_t kFill = 1 << 18, kFillAgain = kFill / 4;
 inline Sharing shared_by(int64_t terms, int64_t points, int64_t neighbours, bool is_row, bool again) {
   constexpr unsigned kSector = 32 / sizeof(value_t);
   unsigned apart = 1, lanes = 1;
   const auto suffices = [&] {
     if (is_row) return lanes >= 32 && points * lanes >= kFill / 2;
-    return again ? points * lanes >= kFill / 4 && 32 * lanes > terms : points * lanes >= kFill;
+    return again ? points * lanes >= kFillAgain && 32 * lanes > terms : points * lanes >= kFill;
   };
   while (!is_row && apart < kSector && apart < neighbours) apart *= 2;
   while (lanes * apart < kPlaneThreads && 8 * lanes <= terms && !suffices()) lanes *= 2;
   return {lanes, apart};
+}
+
+// … and packs of K points, that are aligned, of terms that are walked over again: a lane has at most kOfALane
+// bytes of those, and reads 16 at once, and what is the same for all points once for K. If there are too few
+// to fill a GPU, one lane has a point.
+template <int K> Sharing packs_shared_by(int64_t terms, int64_t points) {
+  constexpr unsigned kBytes = sizeof(value_t) * K, kSector = 32 / kBytes, kLine = 4 * kSector, kOfALane = 192;
+  unsigned apart = kSector, lanes = 1;
+  while (lanes * apart < kPlaneThreads && kOfALane / kBytes * lanes < terms) lanes *= 2;
+  while (lanes * apart < 32 && apart < kLine) apart *= 2;
+  return {points / K * lanes >= kFillAgain ? lanes : 1, apart};
 }
 
 // What is made of points, by one of a point's lanes: where it `counts`.
@@ -109,23 +132,23 @@ template <Order order> class SharedPoints {
   bool counts_ = false;
 };
 
-// One that is not `active` has no terms, and one of its lanes writes.
-struct SharedPoint : Point<1> {
+// K neighbours that some lanes share. One that is not `active` has no terms, and one of its lanes writes.
+template <int K> struct SharedPoint : Point<K> {
   Sharing sharing;
   bool active;
   template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
-    if (active && sharing.lane() == 0) Point<1>::write(to, x);
+    if (active && sharing.lane() == 0) Point<K>::write(to, x);
   }
   template <class E, class X> __device__ __forceinline__ void write_operand(E* to, const X& x) const {
-    if (active && sharing.lane() == 0) Point<1>::write_operand(to, x);
+    if (active && sharing.lane() == 0) Point<K>::write_operand(to, x);
   }
   template <class E, class X> __device__ __forceinline__ void write_turned(E* to, const X& x) const {
-    if (active && sharing.lane() == 0) Point<1>::write_turned(to, x);
+    if (active && sharing.lane() == 0) Point<K>::write_turned(to, x);
   }
 };
 
 // A point whose window is a whole axis.
-struct AxisPoint : SharedPoint {
+struct AxisPoint : SharedPoint<1> {
   template <class P, class F>
   __device__ __forceinline__ void window(P, const Extent& fine, const F& f) const {
     static_assert(P::kApart);
