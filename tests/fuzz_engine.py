@@ -1,10 +1,11 @@
 """Random programs: a convolution of random settings and sizes, and two to eight operations of the table behind it.
 
-    python tests/fuzz_engine.py [--first 0] [--count 500] [--fused] [--strips] [--as-used] [--device cpu]
+    python tests/fuzz_engine.py [--first 0] [--count 500] [--fused] [--strips] [--many] [--as-used] [--device cpu]
 
 Without --fused the captured graph and its adjoints, by torch in float64, are held against autograd. With it `fuse(model)` in float32 is
 held against eager: for the result and each gradient at most twice eager's error, both against float64. Prints what differs, by seed; a
-program is its seed's alone. --strips: the convolutions are those that a CPU's own kernels compute in strips, fused. --as-used: fused, where x and
+program is its seed's alone. --strips: the convolutions are those that a CPU's own kernels compute in strips, fused. --many: they have 1 to 96 channels, and
+1 to 7 taps along an axis, fused. --as-used: fused, where x and
 the gradient that comes in lie in memory in some way, and some parameters, or x, need no gradient.
 """
 
@@ -52,9 +53,12 @@ class RandomTail(nn.Module):
         return v
 
 
+FEW, STRIPS, MANY = "few channels in", "in strips", "many channels"  # kinds of convolutions
+
+
 class _Builder:
-    def __init__(self, seed: int, strips: bool):
-        self.r, self.strips = random.Random(seed), strips
+    def __init__(self, seed: int, kind: str):
+        self.r, self.kind = random.Random(seed), kind
         torch.manual_seed(seed)
 
     def choose(self, *options):
@@ -62,7 +66,8 @@ class _Builder:
 
     def model(self) -> tuple[RandomTail, torch.Tensor]:
         self.dimensions = self.choose(2, 2, 3)
-        model, x = self.in_strips() if self.strips else self.convolution()
+        convolutions = {FEW: self.convolution, STRIPS: self.in_strips, MANY: self.of_many}
+        model, x = convolutions[self.kind]()
         with torch.no_grad():
             self.shape = Shape(True, tuple(model.conv(x).shape[2:]))
         self.outside = model.conv.out_channels
@@ -97,6 +102,19 @@ class _Builder:
         convolution = nn.Conv2d if self.dimensions == 2 else nn.Conv3d
         model = RandomTail(convolution(inside, outside, kernel, **settings), self.choose(True, False, False))
         size = [self.r.randint(13, 21) if self.dimensions == 2 else self.r.randint(11, 14) for _ in kernel]
+        return model, torch.randn(self.r.randint(1, 3), inside, *size)
+
+    def of_many(self) -> tuple[RandomTail, torch.Tensor]:
+        groups = self.choose(1, 1, 1, 2)
+        inside, outside = (groups * self.r.randint(1, 96 // groups) for _ in range(2))
+        kernel = [self.choose(1, 2, 3, 3, 5, 7) for _ in range(self.dimensions)]
+        settings = dict(groups=groups, stride=self.choose(1, 1, 1, 2), padding=self.choose(0, 0, 1, 2))
+        settings |= dict(dilation=self.choose(1, 1, 2), bias=self.choose(True, True, False))
+        reach = [(taps - 1) * settings["dilation"] for taps in kernel]
+        most = 24 if self.dimensions == 2 else 14
+        size = [self.r.randint(each + 2, max(each + 4, most)) for each in reach]
+        convolution = nn.Conv2d if self.dimensions == 2 else nn.Conv3d
+        model = RandomTail(convolution(inside, outside, kernel, **settings), self.choose(True, False, False))
         return model, torch.randn(self.r.randint(1, 3), inside, *size)
 
     def step(self, model: RandomTail) -> None:
@@ -266,9 +284,9 @@ class _Builder:
         )
 
 
-def random_program(seed: int, strips: bool = False) -> tuple[RandomTail, torch.Tensor]:
+def random_program(seed: int, kind: str = FEW) -> tuple[RandomTail, torch.Tensor]:
     """A model in float32, its names of steps in `model.names`, and an input."""
-    return _Builder(seed, strips).model()
+    return _Builder(seed, kind).model()
 
 
 def _last(t: torch.Tensor) -> torch.Tensor:
@@ -354,12 +372,12 @@ def check_graph(seed: int) -> tuple[str, object]:
 DRAWS = 16
 
 
-def check_fused(seed: int, device: str, strips: bool = False, as_used: bool = False) -> str:
+def check_fused(seed: int, device: str, kind: str = FEW, as_used: bool = False) -> str:
     """What doesn't compile, or is less exact than twice eager ("" if nothing): in one draw and, where rounding was lucky for eager, in the mean of some, of other x
     and dy: where a norm's planes are constant its gradients hang on dy alone."""
     from inline_kernels import fuse
 
-    model, x = random_program(seed, strips)
+    model, x = random_program(seed, kind)
     model, x, use = model.to(device), x.to(device), random_use(seed, model) if as_used else AS_IT_IS
     doubled, twin, fused = copy.deepcopy(model).double(), copy.deepcopy(model), fuse(model)
 
@@ -404,7 +422,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--fused", action="store_true")
-    parser.add_argument("--strips", action="store_true")
+    parser.add_argument("--strips", dest="kind", action="store_const", const=STRIPS)
+    parser.add_argument("--many", dest="kind", action="store_const", const=MANY)
     parser.add_argument("--as-used", action="store_true")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
@@ -417,15 +436,15 @@ def main() -> int:
     bad = 0
     for seed in range(options.first, options.first + options.count):
         try:
-            if options.fused or options.strips or options.as_used:
-                wrong = check_fused(seed, options.device, options.strips, options.as_used)
+            if options.fused or options.kind or options.as_used:
+                wrong = check_fused(seed, options.device, options.kind or FEW, options.as_used)
             else:
                 wrong, _ = check_graph(seed)
         except Exception as error:  # reported, as a difference is
             wrong = f"{type(error).__name__}: {error}"
         if wrong:
             bad += 1
-            print(seed, wrong.split("\n")[0], random_program(seed, options.strips)[0].names)
+            print(seed, wrong.split("\n")[0], random_program(seed, options.kind or FEW)[0].names)
     print(f"{options.count} programs, {bad} wrong")
     return bad > 0
 

@@ -7,12 +7,15 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 import models
 import numerics
 from benchmarks import fit, grid
 from engine_stand_in import PROPERTIES
-from inline_kernels.engine import choice, composed, library, tiling
+from inline_kernels.engine import choice, composed, direct, inside, library, precision, tiling
+from inline_kernels.engine.capture import capture
+from inline_kernels.engine.cases import Case
 from loading import ROOT
 from numerics import DROPOUT, MIN_ADD, POOL
 from test_kernels_compile import H200
@@ -165,6 +168,40 @@ def test_rules_see_what_runs_without_them(gpu, monkeypatch):
     monkeypatch.setattr(choice, "fastest", None)
     new.conv.register_forward_hook(lambda *given: None)
     assert new.plan(x).variant == "eager"
+
+
+FEW = json.loads((ROOT / "benchmarks/results/trials/few_channels.json").read_text(encoding="utf-8"))["rows"]
+MOST_FEW = 1.5  # of the fastest's time, or so many microseconds more
+A_LITTLE = 8
+
+
+@pytest.mark.parametrize("mode", ["tf32", "float32", "bf16"])
+def test_of_few_channels_in_the_fastest_runs(mode, monkeypatch):
+    """… by the record, of a convolution and relu: narrow2d or narrow3d, stream, or the library's and a pass."""
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
+    monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+    monkeypatch.setattr(inside, "_asked", lambda *_: False)
+    dtype = torch.bfloat16 if mode == "bf16" else torch.float32
+    for row in (each for each in FEW if each["mode"] == mode):
+        nd = len(row["image"])
+        # What cuDNN said there.
+        least = 16 if nd == 2 else 4
+        tf32 = mode == "tf32" and row["channels_in"] % least == 0
+        monkeypatch.setattr(precision, "runs_tf32", lambda *_, tf32=tf32, **__: tf32)
+        convolution = (nn.Conv2d, nn.Conv3d)[nd - 2]
+        filters = row["channels_in"], row["channels_out"], row["filter"]
+        model = nn.Sequential(convolution(*filters, padding=row["padding"]), nn.ReLU()).to(dtype)
+        x = torch.empty(row["batch"], row["channels_in"], *row["image"], device="meta", dtype=dtype)
+        (segment,) = capture(model, True, x.dim()).segments
+        case = Case(segment, [x, model[0].weight, model[0].bias, 0], False, dtype)
+        names, times = {"narrow2d": "narrow", "narrow3d": "narrow", "stream": "stream"}, []
+        try:
+            words = direct.describe(case)
+            runs = next(kind for name, kind in names.items() if name in words)
+        except direct.Unsupported:
+            runs = "library"
+        times = [row[kind] for kind in ("narrow", "stream", "library") if row[kind]]
+        assert row[runs] <= max(MOST_FEW * min(times), min(times) + A_LITTLE), (row, runs)
 
 
 def test_rules_see_the_dtype_in_which_eager_convolves(gpu):

@@ -114,6 +114,12 @@ def test_random_widths(through):
         assert_rule(model, numerics.random_input((2, 5, draw.randint(3, 12), draw.randint(4, 60))))
 
 
+def test_channels_that_fill_no_block(through):
+    """Where dz hangs on a dy that has no channels, read at its place."""
+    through("narrow3d")
+    assert_rule(model_of((20, 3, 2, 3, 3), "mean over channels"), numerics.random_input((2, 3, 5, 7, 11)))
+
+
 @pytest.mark.parametrize("padding", [1, "same"])
 @pytest.mark.parametrize("mainloop", FILTERS)
 def test_padding(mainloop, padding, through):

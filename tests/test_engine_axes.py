@@ -88,18 +88,27 @@ OVER_CHANNELS = {
 }
 
 
-@pytest.mark.parametrize("size", [(128, 132), (127, 133)], ids=["packs", "points"])
+MANY_POINTS = {  # (N, C, rows and columns) that a GPU is filled with
+    "packs": (4, 40, (128, 132)),
+    "points": (4, 40, (127, 133)),  # packs would not be aligned
+    "packs that several warps share": (1, 200, (64, 128)),
+}
+
+
+@pytest.mark.parametrize("many", MANY_POINTS)
 @pytest.mark.parametrize("what", OVER_CHANNELS)
-def test_lanes_share_channels(what, size, device):
-    """So many points that lanes have packs of them, or, where those are not aligned, one at a time."""
+def test_lanes_share_channels(what, many, device):
+    """That "packs" are packs the faults of tests/faults.py say."""
     if device == "cpu":
         pytest.skip("a thread has a point's channels there")
     torch.manual_seed(0)
-    model, x = Tail(OVER_CHANNELS[what], 40), torch.randn(2, 1, *size)
+    samples, channels, size = MANY_POINTS[many]
+    model, x = Tail(OVER_CHANNELS[what], channels), torch.randn(samples, 1, *size)
+    if many == "packs that several warps share":
+        model, x = model.half(), x.half()
     with torch.no_grad():
         run = assert_rule(model, x, backward=False, label=what)
     assert "load::by_sample(" in run.plan.composed.text and "kAgain = true" in run.plan.composed.text
-    assert_rule(model, x, label=what)
 
 
 def test_walks_that_compute_much_are_no_memorys(device):

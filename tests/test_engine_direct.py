@@ -701,6 +701,14 @@ def test_zeros_around_an_image(mainloop, padding, device, monkeypatch):
         assert_rule(pooled, numerics.random_input((2, filters[1], *size)))
 
 
+def test_more_columns_by_zeros_around(device, monkeypatch):
+    """A row of 127, which has two tiles with them."""
+    device(900), only_through("narrow2d", monkeypatch)
+    assert_rule(
+        random_model((16, 3, 1, 2), TAILS["relu, bias"], padding=1), numerics.random_input((1, 3, 2, 127))
+    )
+
+
 @pytest.mark.parametrize("settings", [{"stride": 2}, {"dilation": 2}, {"groups": 2}], ids=str)
 def test_convolutions_that_are_not_plain(settings, device, monkeypatch):
     device(), only_through("narrow2d", monkeypatch)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import inline_loader
-from fuzz_engine import check_fused
+from fuzz_engine import STRIPS, check_fused
 from inline_kernels import fuse
 from inline_kernels.engine import cases, library, source, strips
 from inline_kernels.engine.segment import Conv
@@ -202,7 +202,7 @@ def test_results_larger_than_caches():
 @pytest.mark.parametrize("seed", range(6))
 def test_random_programs(seed):
     """More of them: tests/fuzz_engine.py --strips, with --as-used and without."""
-    assert check_fused(seed, "cpu", strips=True, as_used=seed > 1) == ""
+    assert check_fused(seed, "cpu", STRIPS, as_used=seed > 1) == ""
 
 
 @pytest.mark.parametrize("name", ["pointwise", "long rows, few channels in", "channels"])

@@ -89,7 +89,7 @@ STREAM_TILES = {
 STREAM_ROW = 0.003
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
-# By views of patches (kernels/conv/stream_views.cuh), of a tile: of any, of each of its products, of each of its channels out in float32, of each
+# By views of patches (kernels/conv/stream_views.cuh), of all launches beside what packs; of a tile: of any, of each of its products, of each of its channels out in float32, of each
 # kilobyte of its patches; and how much longer all of it takes where operands are split (trials/views.json, few_channels.json: within a tenth on
 # average, a quarter at most).
 VIEWS_START, VIEWS_SPLIT = 1, 1.25
@@ -106,7 +106,7 @@ LIBRARY_VOLUMES, LIBRARY_VOLUMES_LEAST, LIBRARY_VOLUMES_MOST = 4e6, 15e6, 200e6
 # Of one channel in, in images, at least 1.5e6 (trials/random_speed.json).
 LIBRARY_FLOAT32, LIBRARY_WINOGRAD, WINOGRAD_ROWS, LIBRARY_ONE_CHANNEL = 41e6, 80e6, 28, 1.5e6
 # … of images with few channels in, but of filters of one tap, for each term of a sum, of 16 channels out and more (trials/few_channels.json: 0.3e6
-# to 0.5e6 of 3 to 16 channels, in TF32 and in 16 bits).
+# to 0.5e6 of 3 to 16 channels, in TF32, in 16 bits, and from 8 channels on in float32).
 LIBRARY_FEW, FEW_CHANNELS = 0.45e6, 16
 LIBRARY_VOLUMES_FEW = 10e6  # of volumes in 16 bits, of fewer than 8 channels in (the same: 7e6 to 11e6)
 # kernels/conv/narrow2d.cuh, by the bytes of a value: microseconds of any tile of 128 columns of a row, of 64 channels out, for each tap and 8
@@ -116,7 +116,7 @@ ROWS_START = 6
 # … narrow3d.cuh: picoseconds of any position and block of 16 channels out, for each term of a sum, and each channel out (the same, within a third).
 VOLUME_POSITION = {2: (10, 0.22, 0.6), 4: (2, 0.48, 0.6)}
 VOLUME_START = 12
-FEW_LIBRARY = 1.4  # the library's, of few channels, takes as many times what is expected, or more: some of its filters three times that
+FEW_LIBRARY = 1.4  # … is left for the library's convolution where that is expected to be so much faster: of a few filters it takes three times that
 # kernels/conv/wide.cuh's, that only writes v (benchmarks/results/trials/stored.json), of 64 channels in, all of whose weights registers hold; of
 # more, for each 64 (trials/rows.json: 275e6 with 128, 190e6 with 256).
 WIDE_OPERATIONS = 650e6
@@ -333,12 +333,13 @@ def narrow_loses(
     itemsize: int,
     device,
     how: Streamed,
+    copies: bool,
     others: float,
 ) -> str | None:
-    """Why not a mainloop of few channels in, whose products take so many microseconds; or None. how.packs: is the image copied first, with zeros around
-    it? others: microseconds by another mainloop."""
+    """Why not a mainloop of few channels in, whose products take so many microseconds; or None. how: of stream in its place. copies: is the image first
+    copied, with zeros around it? others: microseconds by other mainloops."""
     moved = 2 * math.prod(image) * itemsize / (PASS_BYTES * device.scale.memory)
-    ours = how.passes * products + (PACKING_START + moved if how.packs else 0)
+    ours = how.passes * products + (PACKING_START + moved if copies else 0)
     theirs = _by_library(image, filters, positions, itemsize, device, how._replace(packs=True))
     if FEW_LIBRARY * theirs <= ours:
         return "the library's convolution is faster at such sizes"

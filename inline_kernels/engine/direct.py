@@ -6,7 +6,7 @@ It has schedule.py's functions and signatures, and runs a segment where
   vary along positions is computed once a channel (`Tail::channel`); the rest, a line an operation, once an element (`Tail::operator()`);
 - or windows of such a tail are pooled, and what is pointwise in those follows (`Tail::before`, `Tail::after`). Only that is written; what
   else the segment computes from it, the schedule `load` does in passes over windows;
-- the convolution has one group, and one of the `MAINLOOPS` can run it: with a stride, padding or dilation `stream` alone.
+- the convolution has one group, and one of the `MAINLOOPS` can run it: with a stride or dilation `stream` alone, with zeros around x those of few channels in, too.
 
 Where backward follows, what it needs of v (float32) is stored beside y, in the same launch; backward is `load`'s, which starts from that. A tail that
 takes longer so than in a pass behind v (choice.inside_loses) is left to the schedule `stored`.

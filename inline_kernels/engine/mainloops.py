@@ -200,7 +200,7 @@ def _limits(job: Job) -> bool:
 class Mainloop(NamedTuple):
     """A kernel that convolves, for fronts that it `takes`. obstacle: why it can't run, or is not faster than the schedule `load`, for an x in planes, or
     where it `walks` in any layout; or None. defines: a build's. most: results that it can store. has_places: do its tails know which element of y they compute? walks: does it take a stride,
-    padding and dilation (`Walk`)? pads: or of an image with zeros around it, a copy? lies_last: x and results lie channels last, in any type.
+    padding and dilation (`Walk`)? pads: if not, may there be zeros around x, which is then a copy with them? lies_last: x and results lie channels last, in any type.
     is_exact: in float32, whatever eager runs."""
 
     name: str
@@ -248,7 +248,7 @@ class Mainloop(NamedTuple):
             raise Unsupported("the convolution pads with other values than zeros")
         if not self.walks:
             if not (walk.is_dense if self.pads else walk.is_plain):
-                raise Unsupported("the convolution has a stride, padding or dilation")
+                raise Unsupported(f"the convolution has a stride{', padding' * (not self.pads)} or dilation")
             return
         window = window or (1,) * self.dimensions
         if None in window:
@@ -279,7 +279,7 @@ def _rows_shared(job: Job, tiles: int) -> int:
     weight, itemsizes = job.weight, [each.itemsize for each in job.dtypes]
     if not job.sinks:
         return tiling.rows_shared(weight, tiles, *itemsizes)
-    largest = max(job.image.element_size(), *itemsizes)
+    largest = max(job.x.element_size(), *itemsizes)
 
     def of_pass(sinks: Sequence) -> int:
         words = sum(sink.words for sink in sinks if sink.kind == "channels")
@@ -308,18 +308,22 @@ def _rows_lose(job: Job) -> str | None:
 
 
 def _narrow_loses(job: Job, microseconds: Callable) -> str | None:
-    """Would a mainloop of few channels in take longer than the library, or than stream, and a pass over v where others than v's tail are in it?"""
+    """Would a mainloop of few channels in take longer than the library, or than stream? That has a pointwise tail inside, or writes v for passes."""
     if choice.is_silent():
         return None
     x, device, how = job.x, tiling.device_properties(job.x.device.index), _streamed(job, job.window > 1)
-    sizes, others = (job.weight.shape, job.positions, x.element_size(), device), math.inf
-    if _stream_obstacle(job) is None:
-        others = choice.stream_microseconds(x.shape, *sizes, how)
-        if job.sinks and not job.is_alone:
-            others += choice.pass_microseconds(*sizes) * how.passes
+    sizes = job.weight.shape, job.positions, x.element_size(), device
+    alone = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1])
+    others, single = [], (1,) * len(job.walk.stride)
+    if copies_obstacle(job.walk, job.weight.shape[2:], single) is None:
+        if job.front and len(job.dtypes) <= 2 and _stream_obstacle(job) is None:
+            others.append(choice.stream_microseconds(x.shape, *sizes, how))
+        if not job.is_alone and _stream_obstacle(alone) is None:
+            of_v = choice.stream_microseconds(x.shape, *sizes, _streamed(alone, False))
+            others.append(of_v + how.passes * choice.pass_microseconds(*sizes))
     products = microseconds(job.image.shape, job.weight.shape, x.element_size(), device)
-    how = how._replace(packs=job.pads, beside_wide=False)
-    return choice.narrow_loses(products, x.shape, *sizes, how, others)
+    how = how._replace(beside_wide=False)
+    return choice.narrow_loses(products, x.shape, *sizes, how, job.pads, min(others, default=math.inf))
 
 
 def _rows_defines(job: Job) -> dict:
@@ -627,8 +631,8 @@ def _stream_of(dimensions: int, takes: str) -> Mainloop:
     )
 
 
-# Of those that can run the first one does. narrow2d and narrow3d are always taken where they can: with few channels in the library's
-# convolution in float32 takes several times as long.
+# Of those that can run the first one does that is not slower than others. With few channels in the library's convolution mostly takes several
+# times as long as narrow2d and narrow3d.
 MAINLOOPS = (
     Mainloop(
         "narrow2d",

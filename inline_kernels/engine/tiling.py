@@ -116,8 +116,8 @@ _WEIGHT_REGISTERS = 90  # of a thread; more leave no room for the rest
 def volume_obstacle(
     x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int, forward_alone: bool = False
 ):
-    """`static_shared`: bytes of shared memory that the kernel's own arrays may take, at least as many as they do. forward_alone: by generated
-    sinks, which take any number of channels; filters that find no place in registers may then be there, too."""
+    """`static_shared`: bytes of shared memory that the kernel's own arrays may take, at least as many as they do. forward_alone: in generated
+    kernels, which take any number of channels; filters that find no place in registers may then be there, too."""
     yield from _fused_obstacles(x, dtype)
     (C, channels, *kernel), size = weight.shape, x.shape[2:]
     few = channels <= 4 and (forward_alone or C % 16 == 0) and C <= 960
@@ -126,7 +126,7 @@ def volume_obstacle(
     # Per step of 4 taps and word of a pixel: 2 of highs; where the word has a high, 2 of lows, too.
     registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
     if forward_alone and registers > _WEIGHT_REGISTERS:
-        static_shared += 128 * registers
+        static_shared += 128 * registers + 4 * math.prod(kernel)
     else:
         yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
     room = device_properties(x.device.index).shared - static_shared

@@ -234,10 +234,11 @@ HOST_DEVICE unsigned lanes_of_row(int64_t C, int K) {
   while (lanes < 32 && (packs < 2 * kPacks ? lanes < packs : lanes * 2 * kPacks <= packs)) lanes *= 2;
   return lanes;
 }
-// `across`: K neighbouring channels at a time of one position; or else one of each of K neighbouring
+// `across`: K neighbouring channels of one position at a time; or else one channel of K neighbouring
 // positions.
 template <int K, bool across> struct RowPoint : SharedPoint<across ? 1 : K> {
   using Here = Point<across ? 1 : K>;
+  using OfChannels = Point<K, (across && K > 1)>;
   using Terms = std::conditional_t<K == 1, real, Pack<real, K>>;
   __device__ __forceinline__ Here channel(int64_t of, int64_t channels) const {
     return Here::channel(of < 0 ? 0 : of, channels);  // of none: nobody sees it
@@ -246,8 +247,8 @@ template <int K, bool across> struct RowPoint : SharedPoint<across ? 1 : K> {
     constexpr int kChannels = across ? K : 1;
     const int end = this->active ? int(count) : 0, step = int(this->sharing.lanes) * kChannels;
     const auto point = [&](int i) {
-      f(Point < K, across && (K > 1) > {this->extent, this->values, this->n, Channels<kChannels>{i}, count,
-                                        this->position, 0, true});
+      f(OfChannels{this->extent, this->values, this->n, Channels<kChannels>{i}, count, this->position, 0,
+                   true});
     };
     int i = int(this->sharing.lane()) * kChannels;
     for (; i + (kPacks - 1) * step < end; i += kPacks * step)
@@ -292,14 +293,14 @@ template <int K, bool across, Order order> class Rows : public SharedPoints<orde
       : n(block<order>() / parts), extent_(extent), values_(values), sharing_(sharing),
         part_(block<order>() % parts), parts_(parts) {}
   template <class F> __device__ __forceinline__ void each(const F& f) {
-    constexpr int kPoints = across ? 1 : K;
-    const int S = extent_.positions(), own = int(sharing_.point()) * kPoints,
-              step = int(sharing_.points()) * kPoints;
+    constexpr int kBeside = across ? 1 : K;  // positions
+    const int S = extent_.positions(), own = int(sharing_.point()) * kBeside,
+              step = int(sharing_.points()) * kBeside;
     for (int i = int(part_) * step; i < S; i += int(parts_) * step) {  // a block together
       const bool active = i + own < S;
       this->counts_ = active && sharing_.lane() == 0;
       f(RowPoint<K, across>{
-          {{extent_, values_, n, 0, 1, active ? i + own : S - kPoints, 0, true}, sharing_, active}});
+          {{extent_, values_, n, 0, 1, active ? i + own : S - kBeside, 0, true}, sharing_, active}});
     }
   }
 

@@ -173,7 +173,8 @@ void in_rows(const Pass& pass, const Extent& extent, const value_t* values, Part
   launch_early(planes_kernel<kRowBlocks, Rows<K, across, order>, Pass, Sharing>, blocks, kPlaneThreads,
                stream, pass, extent, values, unsigned(parts.count), sharing);
 }
-// In planes a thread has a few channels by itself, of the points that it has elsewhere.
+// In planes lanes share packs of kPoints, or single points; or a thread has all channels of the points that a
+// Plane gives it.
 constexpr int kPoints = 4;
 template <class Pass, Order order>
 void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t* values, Parts<order> parts,

@@ -87,9 +87,9 @@ inline Sharing shared_by(int64_t terms, int64_t points, int64_t neighbours, bool
   return {lanes, apart};
 }
 
-// … and packs of K points, that are aligned, of terms that are walked over again: a lane has at most kOfALane
-// bytes of those, and reads 16 at once, and what is the same for all points once for K. If there are too few
-// to fill a GPU, one lane has a point.
+// … and packs of K points, if they are aligned and their terms walked over again: a lane has at most kOfALane
+// bytes of terms, so that the L1 cache has a block's; it reads a pack at once, and what is the same for all
+// points once a pack. One lane alone: there are too few packs to fill a GPU, or too few terms to share.
 template <int K> Sharing packs_shared_by(int64_t terms, int64_t points) {
   constexpr unsigned kBytes = sizeof(value_t) * K, kSector = 32 / kBytes, kLine = 4 * kSector, kOfALane = 192;
   unsigned apart = kSector, lanes = 1;

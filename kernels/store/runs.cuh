@@ -76,7 +76,7 @@ template <class Tail, class T, bool kVectors, bool kWhole = true, bool kScaled =
         const int c = threadIdx.x % 32 / 4 + 8 * r;
         unit[r] = kScaled ? place.unit(scale, r) : 1.f;
         if constexpr (kAddsLevel) level[r] = room.level[c];
-        if (c < channels) own[r] = sink.tail.channel(place.tile.n, place.first_channel + c);
+        own[r] = sink.tail.channel(place.tile.n, place.first_channel + min(c, channels - 1));
       }
     }
     // Four elements of channel lane / kLanes + i·kChannels.
@@ -171,7 +171,7 @@ template <class Tail, class T> struct Beside {
       for (int r = 0; r < 2; r++) {
         const int c = threadIdx.x % 32 / 4 + 8 * r;
         unit[r] = place.unit(scale, r), level[r] = room.level[c];
-        if (c < channels) own[r] = sink.tail.channel(place.tile.n, place.first_channel + c);
+        own[r] = sink.tail.channel(place.tile.n, place.first_channel + min(c, channels - 1));
       }
     }
     __device__ __forceinline__ void accept(Accumulators& v, const WarpTile& tile, const NoOffset&) {
