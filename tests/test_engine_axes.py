@@ -91,7 +91,7 @@ OVER_CHANNELS = {
 MANY_POINTS = {  # (N, C, rows and columns) that a GPU is filled with
     "packs": (4, 40, (128, 132)),
     "points": (4, 40, (127, 133)),  # packs would not be aligned
-    "packs that several warps share": (1, 200, (64, 128)),
+    "packs that several warps share": (1, 200, (128, 128)),
 }
 
 
