@@ -365,7 +365,8 @@ def describe(case: Case) -> str:
     ahead, back = (saving.forward, saving.forward_names), (saving.backward, saving.backward_names)
     kept = load_words.in_bytes(math.prod(whole.sizes.shape(ELEMENTS)) * case.x.element_size())
     again = [load_words.pass_words(whole, *back, i, reads_v=False) for i in found.backward.parts]
-    words = [f"{found.mainloop.name}: {found.forward.line}", *_others(whole, *ahead, found.forward)]
+    by = found.mainloop.in_words(sinks._job(found.forward, case))
+    words = [f"{by}: {found.forward.line}", *_others(whole, *ahead, found.forward)]
     words[-1] += f"; backward: v is formed again, {kept} are not kept, for {' and for '.join(again)}"
     words += _others(whole, *back, found.backward)
     return ", ".join([*words, *gradients.in_words(case.segment, case.x, case.weight, False)])

@@ -264,6 +264,8 @@ class Mainloop(NamedTuple):
 
     def in_words(self, job: Job) -> str:
         """Its name, and how it goes about it, for `plan`."""
+        if self.pads and job.pads:
+            return f"{self.name} of a padded copy"
         by_views = self.walks and self.defines(job).get("FOLDED") == choice.VIEWS
         return self.name + " by views of patches" * by_views
 

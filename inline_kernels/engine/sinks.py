@@ -505,7 +505,7 @@ def alone(case: Case) -> tuple[dict, list[Array]]:
 
 def describe(case: Case) -> str:
     mainloop, found = _chosen(case)
-    line = f"{mainloop.name}: {found.line}"
+    line = f"{mainloop.in_words(_job(found, case))}: {found.line}"
     if not case.saving:
         return line
     behind = load_plan.Plan.of(_in_planes(case))
