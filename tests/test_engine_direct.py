@@ -701,6 +701,14 @@ def test_zeros_around_an_image(mainloop, padding, device, monkeypatch):
         assert_rule(pooled, numerics.random_input((2, filters[1], *size)))
 
 
+def test_another_mode_that_pads_nothing(device, monkeypatch):
+    device(900), only_through("narrow2d", monkeypatch)
+    x = numerics.random_input((1, 3, 6, 9))
+    assert_rule(random_model((16, 3, 3, 3), TAILS["relu, bias"], padding_mode="circular"), x)
+    circular = random_model((16, 3, 3, 3), TAILS["relu, bias"], padding_mode="circular", padding=1)
+    assert "other values than zeros" in refused(circular, x)
+
+
 def test_more_columns_by_zeros_around(device, monkeypatch):
     """A row of 127, which has two tiles with them."""
     device(900), only_through("narrow2d", monkeypatch)
