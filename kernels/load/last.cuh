@@ -1,8 +1,7 @@
-// A block's share of planes, or of samples, where arrays are channels last: lanes side by side have
-// neighbouring channels. A pass by sample takes positions whose channels are several lanes'.
+// A block's share of planes where arrays are channels last: lanes side by side have neighbouring channels.
 #pragma once
 #include "load/points.cuh"
-#include "load/shared.cuh"
+#include "load/reduce.cuh"
 
 namespace load {
 
@@ -223,92 +222,6 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   const unsigned tile_, part_, parts_, lanes_;
   const bool active_;
   int turn_ = 0;
-};
-
-// What a pass by sample has of a position, or a few, whose channels some lanes share: each has some in turn,
-// and where there are many, kPacks times as many, which it reads together.
-constexpr int kPacks = 4;
-HOST_DEVICE unsigned lanes_of_row(int64_t C, int K) {
-  const int64_t packs = (C + K - 1) / K;
-  unsigned lanes = 1;
-  while (lanes < 32 && (packs < 2 * kPacks ? lanes < packs : lanes * 2 * kPacks <= packs)) lanes *= 2;
-  return lanes;
-}
-// `across`: K neighbouring channels of one position at a time; or else one channel of K neighbouring
-// positions.
-template <int K, bool across> struct RowPoint : SharedPoint<across ? 1 : K> {
-  using Here = Point<across ? 1 : K>;
-  using OfChannels = Point<K, (across && K > 1)>;
-  using Terms = std::conditional_t<K == 1, real, Pack<real, K>>;
-  __device__ __forceinline__ Here channel(int64_t of, int64_t channels) const {
-    return Here::channel(of < 0 ? 0 : of, channels);  // of none: nobody sees it
-  }
-  template <class F> __device__ __forceinline__ void channels(int64_t count, const F& f) const {
-    constexpr int kChannels = across ? K : 1;
-    const int end = this->active ? int(count) : 0, step = int(this->sharing.lanes) * kChannels;
-    const auto point = [&](int i) {
-      f(OfChannels{this->extent, this->values, this->n, Channels<kChannels>{i}, count, this->position, 0,
-                   true});
-    };
-    int i = int(this->sharing.lane()) * kChannels;
-    for (; i + (kPacks - 1) * step < end; i += kPacks * step)
-#pragma unroll
-      for (int j = 0; j < kPacks; j++) point(i + j * step);
-#pragma unroll 1
-    for (; i < end; i += step) point(i);
-  }
-  using Here::all;
-  __device__ __forceinline__ Terms channel_zero() const { return {}; }
-  __device__ __forceinline__ Terms channel_total() const { return {}; }  // a lane's are few
-  __device__ __forceinline__ Extreme<1, Terms> largest_channel() const { return {}; }
-  __device__ __forceinline__ Extreme<-1, Terms> smallest_channel() const { return {}; }
-  __device__ __forceinline__ typename Here::T all(const Terms& x) const {
-    if constexpr (across && K > 1) {
-      real sum = x.at[0];
-#pragma unroll
-      for (int i = 1; i < K; i++) sum += x.at[i];
-      return this->sharing.sum(sum);
-    } else {
-      return this->sharing.sum(x);
-    }
-  }
-  template <int sign>
-  __device__ __forceinline__ Extreme<sign, typename Here::T> all(const Extreme<sign, Terms>& x) const {
-    if constexpr (across && K > 1) {
-      Extreme<sign, real> best = x.of_lane(0);
-#pragma unroll
-      for (int i = 1; i < K; i++) best.merge(x.of_lane(i));
-      return this->sharing.best(best);
-    } else {
-      return this->sharing.best(x);
-    }
-  }
-};
-
-// Lanes' share of a sample.
-template <int K, bool across, Order order> class Rows : public SharedPoints<order> {
- public:
-  const int64_t n, c = 0;
-  __device__ Rows(const Extent& extent, const value_t* values, unsigned parts, const Sharing& sharing)
-      : n(block<order>() / parts), extent_(extent), values_(values), sharing_(sharing),
-        part_(block<order>() % parts), parts_(parts) {}
-  template <class F> __device__ __forceinline__ void each(const F& f) {
-    constexpr int kBeside = across ? 1 : K;  // positions
-    const int S = extent_.positions(), own = int(sharing_.point()) * kBeside,
-              step = int(sharing_.points()) * kBeside;
-    for (int i = int(part_) * step; i < S; i += int(parts_) * step) {  // a block together
-      const bool active = i + own < S;
-      this->counts_ = active && sharing_.lane() == 0;
-      f(RowPoint<K, across>{
-          {{extent_, values_, n, 0, 1, active ? i + own : S - kBeside, 0, true}, sharing_, active}});
-    }
-  }
-
- private:
-  const Extent& extent_;
-  const value_t* values_;
-  const Sharing& sharing_;
-  const unsigned part_, parts_;
 };
 
 }  // namespace load
