@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inline_loader
+from fuzz_engine import MANY, check_fused
 from inline_kernels import fuse
 from inline_kernels.engine import library, schedule
 from inline_kernels.engine.capture import capture
@@ -458,3 +459,8 @@ def _numbers(model: nn.Module, segment) -> list[float]:
             value = getattr(value, part)
         found.append(float(value))
     return found
+
+
+def test_what_a_loop_finds_of_an_earlier_one():
+    """A value by channel alone is loaded again, not held among values of positions: that did not compile."""
+    assert check_fused(31120, "cpu", MANY, as_used=True) == ""
