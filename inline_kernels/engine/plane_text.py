@@ -381,11 +381,11 @@ class PlaneText(PassText):
     def _held(self, node: Node, scope: Scope) -> str:
         """A channel's value of an earlier loop at the pass's point, which that has then kept; "" where there is none, or it took little."""
         loops = [loop for loop in self.loops if node in loop.known and loop is not scope]
-        if node.is_boolean or node.space.small or scope.kind != "channels" or scope.parent is not self.point:
-            return ""
-        if not loops or loops[0].parent is not self.point:
+        if node.is_boolean or scope.kind != "channels" or scope.parent is not self.point or not loops:
             return ""
         loop = loops[0]
+        if loop.parent is not self.point:
+            return ""
         computed = [each for each in loop.known.keys() & order([node]) if not each.space.small]
         if instructions(computed) < MUCH:
             return ""
