@@ -89,9 +89,9 @@ STREAM_TILES = {
 STREAM_ROW = 0.003
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
-# By views of patches (kernels/conv/stream_views.cuh), of all launches beside what packs; of a tile: of any, of each of its products, of each of its channels out in float32, of each
-# kilobyte of its patches; and how much longer all of it takes where operands are split (trials/views.json, few_channels.json: within a tenth on
-# average, a quarter at most).
+# By views of patches (kernels/conv/stream_views.cuh), in microseconds: of all launches beside what packs, and how much longer a tile takes where operands
+# are split; of any tile, of each of its products, of each of its channels out in float32, of each kilobyte of its patches (trials/views.json,
+# few_channels.json: within a tenth on average, 0.28 at most).
 VIEWS_START, VIEWS_SPLIT = 1, 1.25
 VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL, VIEWS_KILOBYTE = 0.41, 0.031, 0.014, 0.0075
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
@@ -116,7 +116,9 @@ ROWS_START = 6
 # … narrow3d.cuh: picoseconds of any position and block of 16 channels out, for each term of a sum, and each channel out (the same, within a third).
 VOLUME_POSITION = {2: (10, 0.22, 0.6), 4: (2, 0.48, 0.6)}
 VOLUME_START = 12
-FEW_LIBRARY = 1.4  # … is left for the library's convolution where that is expected to be so much faster: of a few filters it takes three times that
+# How much faster the library's convolution must be expected to be for a mainloop of few channels to give way: of 5 x 1 and 1 x 1 filters it took three
+# times as long as expected (trials/random_speed.json: 6006, 6053).
+FEW_LIBRARY = 1.4
 # kernels/conv/wide.cuh's, that only writes v (benchmarks/results/trials/stored.json), of 64 channels in, all of whose weights registers hold; of
 # more, for each 64 (trials/rows.json: 275e6 with 128, 190e6 with 256).
 WIDE_OPERATIONS = 650e6
