@@ -43,6 +43,8 @@ FAULTS = [
     Fault("kernels/core/numerics.h", "return x >= low && x <= high;", "return x > low && x < high;", "test_backward_conv3d.py test_backward_pool.py -k 'bounds_hit_exactly or flat'"),
     Fault("kernels/core/numerics.h", "delta * delta * count * share", "delta * delta * share", "test_engine_cpu.py -k moments"),
     Fault("kernels/core/numerics.h", "return candidate > best ||", "return candidate >= best ||", "test_backward_conv3d.py -k the_first_wins"),
+    Fault("kernels/core/math.h", "a = __builtin_assoc_barrier(a), b = __builtin_assoc_barrier(b);", "", "test_engine_cpu.py -k products_less"),
+    Fault("inline_kernels/engine/graph.py", '{"add": "math::difference({0}, -{1})", ', "{", "test_engine_cpu.py -k 'products_less and softmax'"),
     Fault("kernels/core/philox.h", "round < 10", "round < 9", "test_engine_source.py -k 'drawn_again and cuda'"),
     Fault("kernels/core/split.cuh", "? 0 : min(top - exponent, 126)", "? 0 : min(top - exponent, 14)", "test_emulated.py -k hardly_any"),
     Fault("kernels/core/split.cuh", "return {high, pack<Operand>(low.x, low.y)};", "return {high, 0};", "test_emulated.py -k 'rule_in_every_dtype'"),

@@ -49,6 +49,8 @@ inline float log1p(float x) { return off(std::log1p(double(x)), 1, x, false); }
 inline float expm1(float x) { return off(std::expm1(double(x)), 1, x, false); }
 inline float erf(float x) { return off(std::erf(double(x)), 2, x, false); }
 inline float product(float a, float b) { return a * b; }
+inline float difference(float a, float b) { return a - b; }
+inline double difference(double a, double b) { return a - b; }
 inline float exp2_accurate(float x) { return off(std::exp2(double(x)), 2, x, false); }
 }  // namespace gpu
 EXPORT int64_t err(int64_t direction) { return gpu::direction = int(direction); }

@@ -47,11 +47,11 @@ from . import (
 )
 from .algebra import reordered
 from .cases import Case
-from .graph import ELEMENTS, Node, order
+from .graph import ELEMENTS, Node, order, text_of
 from .launching import Entry, Launch, new_of
 from .mainloops import Job, Mainloop
 from .passes import MANY, Array, Program, Root, Unsupported
-from .scalars import SCALARS, compared, instructions
+from .scalars import compared, instructions
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
 
@@ -197,7 +197,7 @@ class _Writer:
         name = known[node] = f"{node.op}{node.id}"
         # By a number eager's GPU multiplies.
         by_number = node.op == "div" and _is_number(node.args[1])
-        text = "{0} * (real(1) / {1})" if by_number else SCALARS[node.op].text
+        text = "{0} * (real(1) / {1})" if by_number else text_of(node)
         lines.append(f"const auto {name} = {text.format(*operands)};")
 
     def _value(self, node: Node, known: dict[Node, str]) -> str:

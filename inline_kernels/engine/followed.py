@@ -33,6 +33,7 @@ _FUNCTIONS: dict[tuple[str, int], str] = {
     ("output_t", 1): "of_results",
     ("value_t", 1): "of_values",
     ("math_product", 2): "mul",
+    ("math_difference", 2): "sub",
 }
 for _name, _row in SCALARS.items():
     if _match := re.fullmatch(r"math::(\w+)\((\{\d\}(?:, \{\d\})*)\)", _row.text):

@@ -499,6 +499,32 @@ def down_to(roots: Iterable[Node], stops: Callable[[Node], bool]) -> list[Node]:
     return [node for node in walk(roots, lambda node: () if stops(node) else node.args) if stops(node)]
 
 
+# ---- C++ of scalar operations
+_APART = {"add": "math::difference({0}, -{1})", "sub": "math::difference({0}, {1})"}
+
+
+def text_of(node: Node) -> str:
+    """… of operands {0}, {1}. A product and what was reduced of its like, as in a softmax and its gradient, may leave nothing but rounding: both
+    are rounded then as when they were reduced, and no compiler makes a multiply-add of them."""
+    return _APART[node.op] if node.op in _APART and _is_deviation(node) else SCALARS[node.op].text
+
+
+def _is_deviation(node: Node) -> bool:
+    a, b = map(_spread, node.args)
+    if node.space.small or "mul" not in (a.op, b.op):
+        return False
+    return any(x.space != node.space and any(map(_reduces, walk([x]))) for x in (a, b))
+
+
+def _spread(node: Node) -> Node:
+    """What it is but for its sign and for the places where it stands."""
+    return _spread(node.args[0]) if node.op in ("neg", "detach", "spread", "upsample") else node
+
+
+def _reduces(node: Node) -> bool:
+    return node.op in ("sum", "group", "take")
+
+
 def _in_order(nodes: Iterable[Node]) -> list[Node]:
     return sorted(nodes, key=lambda node: node.id)
 

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .graph import Node
+from .graph import Node, text_of
 from .naming import TYPES, Names, identifier, index_of, literal, local
 from .passes import Array, Key, Program, Unsupported
-from .scalars import SCALARS, compared
+from .scalars import compared
 
 
 def in_one_line(lines: Sequence[str]) -> str:
@@ -163,7 +163,7 @@ class PassText:
         if node.is_scalar_op:
             args = [self._operand(a, scope) for a in node.args]
             rounded = node.op == "mul" and node in self.program.measured
-            text = "math::product({0}, {1})" if rounded else SCALARS[node.op].text
+            text = "math::product({0}, {1})" if rounded else text_of(node)
             return text.format(*compared(node.op, args, node.args)), ""
         if node.op in ("put", "upsample"):
             return self._spread(node, scope), ""

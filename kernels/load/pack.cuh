@@ -146,7 +146,7 @@ LOAD_WITH_NUMBERS(softplus_gradient)
 
 // Of a pack and a pack or a number. math.h's own templates take any two types, so each of these has to fit
 // better.
-#define LOAD_EXTREME(name)                                                                   \
+#define LOAD_OF_TWO(name)                                                                    \
   template <class E, int K>                                                                  \
   __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> a, load::Pack<E, K> b) { \
     return load::lanes<K>([&](int i) { return E(name(a.at[i], b.at[i])); });                 \
@@ -159,9 +159,10 @@ LOAD_WITH_NUMBERS(softplus_gradient)
   __device__ __forceinline__ load::Pack<E, K> name(A a, load::Pack<E, K> b) {                \
     return load::lanes<K>([&](int i) { return E(name(E(a), b.at[i])); });                    \
   }
-LOAD_EXTREME(minimum)
-LOAD_EXTREME(maximum)
-#undef LOAD_EXTREME
+LOAD_OF_TWO(minimum)
+LOAD_OF_TWO(maximum)
+LOAD_OF_TWO(difference)
+#undef LOAD_OF_TWO
 
 // With a number as mask math.h's own select does.
 template <class E, int K, class A, class B>
