@@ -16,6 +16,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from . import (
     choice,
     direct,
     gradients,
+    halves,
     library,
     load_plan,
     load_words,
@@ -325,23 +327,23 @@ def plan(case: Case) -> load_plan.Plan:
     request = found.build(case, found.backward)
     inline_loader.load(**request)  # what can't be built is known before forward runs
     own = found.program, found.backward, found.mainloop, request, case.exact_order
-    made.again = functools.partial(_launch_back, made, *own)
+    made.again = functools.partial(_launch_back, *own)
     return made
 
 
 def _launch_back(
-    made: load_plan.Plan,
     program: Program,
     composed: sinks.Composed,
     mainloop,
     request: Mapping,
     exact_order: bool,
+    made: load_plan.Plan,
     arguments: Sequence,
     given: Sequence[str],
     shapes: Mapping,
     returned: Sequence[str | None] | None = None,
 ) -> Launch:
-    """For arguments like the plan's, of which it keeps none. shapes: of what isn't of its own. returned: as a Launch has it."""
+    """Of a plan, for arguments like its own, of which it keeps none. shapes: of what isn't of its own. returned: as a Launch has it."""
 
     def entry(array: Array, place: int | None) -> Entry:
         shape = None
@@ -367,7 +369,10 @@ def describe(case: Case) -> str:
     again = [load_words.pass_words(whole, *back, i, reads_v=False) for i in found.backward.parts]
     by = found.mainloop.in_words(sinks._job(found.forward, case))
     words = [f"{by}: {found.forward.line}", *_others(whole, *ahead, found.forward)]
-    words[-1] += f"; backward: v is formed again, {kept} are not kept, for {' and for '.join(again)}"
+    by_halves = halves.in_words(replace(whole, composed=_without_v(saving)), case.x, case.weight)
+    words[-1] += (
+        f"; backward{by_halves}: v is formed again, {kept} are not kept, for {' and for '.join(again)}"
+    )
     words += _others(whole, *back, found.backward)
     return ", ".join([*words, *gradients.in_words(case.segment, case.x, case.weight, False)])
 

@@ -42,9 +42,9 @@ class Plan:
     own: Callable | None = None  # the same, contiguous, in the library's place
     # Gives what forward does, of the arguments and the turned filters, or None, in the place of all that (inside.py, sinks.py; pieces, strips).
     instead: Callable | None = None
-    # Gives backward's launch of arguments, the names of what it is given, shapes, and the names of what it returns, where its passes form v again
+    # Gives backward's launch of a plan, arguments, the names of what it is given, shapes, and the names of what it returns, where its passes form v again
     # (again.py).
-    again: Callable[[Sequence, Sequence[str], Mapping, Sequence], Launch] | None = None
+    again: Callable[[Plan, Sequence, Sequence[str], Mapping, Sequence], Launch] | None = None
     layout: int = 0  # of what forward's passes turn, or backward's (`Program.turns`): kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     last: bool = False  # are all arrays of positions and channels channels last? Then so is y
@@ -58,6 +58,8 @@ class Plan:
     pieces: Sequence[
         tuple[int, int, Plan]
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
+    # Of backward, samples and plans in the same way, where it runs by those (halves.py); None: not known yet.
+    halves: Sequence[tuple[int, int, Plan]] | None = None
     strips: Mapping[str, strips.Strips] = field(default_factory=dict)  # by launcher
 
     @classmethod

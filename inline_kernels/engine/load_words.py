@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from . import depthwise, gradients, naming
+from . import depthwise, gradients, halves, naming
 from .layouts import UNITS
 from .load_plan import Plan, bytes_of, gives_dz, in_units, needs_no_dz, of_our_own, parts_of
 from .passes import Array, Planes, Program
@@ -18,7 +18,8 @@ def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     composed, way = plan.composed, of_our_own(plan, x, weight, False, True).weight
     layout = UNITS if way == gradients.PACKED else plan.turns_y
     plan = replace(plan, layout=layout, without_dz=needs_no_dz(plan))
-    words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
+    by = halves.in_words(plan, x, weight)
+    words = f"; backward{by}: {passes_in_words(plan, composed.backward, composed.backward_names)}"
     ours = []
     if gives_dz(plan):
         ours = gradients.in_words(plan.segment, x, weight, in_units(plan), plan.last)

@@ -24,7 +24,7 @@ import inline_loader
 from inline_kernels.engine import library
 from inline_kernels.loader.operators import precision
 
-from . import between, depthwise, gradients, inside, layouts, naming, source, strips
+from . import between, depthwise, gradients, halves, inside, layouts, naming, source, strips
 from .cases import CTYPES, Case
 from .graph import ELEMENTS
 from .launching import Launch
@@ -252,6 +252,12 @@ def backward(
         arguments = [_in_planes(t) if i <= plan.weight_at else t for i, t in enumerate(arguments)]
     x, weight, dx, dw = arguments[0], arguments[plan.weight_at], needs[0], needs[plan.weight_at]
     settings = precision(x) if settings is None else settings
+    if halves.may_run(plan, dy, arguments, needs):
+        by_half = functools.partial(backward, settings=settings)
+        found = halves.backward(by_half, plan, dy, arguments, saved, needs)
+        for i in spends(plan) if spent else ():
+            saved[i].untyped_storage().resize_(0)
+        return found
     back = _back(plan, dx, dw, True, arguments, spent, settings)
     if not back.launch:
         return [None] * back.count
@@ -414,7 +420,7 @@ def _launch_back(
 ) -> Launch:
     """Of backward's passes; given, shapes and returned: as `launch_of` has them."""
     if plan.again:
-        return plan.again(arguments, given, shapes, returned)
+        return plan.again(plan, arguments, given, shapes, returned)
     kernel, composed = plan.kernels.backward, plan.composed
     own = composed.backward, composed.backward_names
     return launch_of(plan, kernel, *own, arguments, given, shapes, returned=returned)
