@@ -162,7 +162,7 @@ def run(model: nn.Module, x: torch.Tensor, dy: torch.Tensor | None = None) -> tu
     segment, arguments = given(model, x)
     plan = again.plan(Case(segment, arguments, True, x.dtype))
     y, *kept = again.forward(plan, arguments)
-    launch = plan.again(arguments, ["dy", *[array.name for array in plan.composed.saved]], {})
+    launch = plan.again(plan, arguments, ["dy", *[array.name for array in plan.composed.saved]], {})
     made = launch.run(arguments, torch.ones_like(y) if dy is None else dy, *kept)
     return y, dict(zip(launch.made, made))
 

@@ -369,10 +369,8 @@ def describe(case: Case) -> str:
     again = [load_words.pass_words(whole, *back, i, reads_v=False) for i in found.backward.parts]
     by = found.mainloop.in_words(sinks._job(found.forward, case))
     words = [f"{by}: {found.forward.line}", *_others(whole, *ahead, found.forward)]
-    by_halves = halves.in_words(replace(whole, composed=_without_v(saving)), case.x, case.weight)
-    words[-1] += (
-        f"; backward{by_halves}: v is formed again, {kept} are not kept, for {' and for '.join(again)}"
-    )
+    words[-1] += f"; backward: v is formed again, {kept} are not kept, for {' and for '.join(again)}"
+    words[-1] += halves.in_words(replace(whole, composed=_without_v(saving)))
     words += _others(whole, *back, found.backward)
     return ", ".join([*words, *gradients.in_words(case.segment, case.x, case.weight, False)])
 

@@ -1,7 +1,7 @@
 """Backward by one half of a large batch after the other, so that there is never more than half of dz.
 
-It runs where dz takes memory of its own, and much; where x has no gradient, of which a half would be copied; and where no sample's dz hangs on another's
-dy, as behind batch norm in training. The gradients of the weight and of parameters are sums over samples, of each half, which are added.
+It runs where v isn't kept, over which dz could be written, and dz is large; where x has no gradient, of which a half would be copied; and where no sample's
+dz hangs on another's dy, as behind batch norm in training. The gradients of the weight and of parameters are sums over samples, of each half, which are added.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import gradients, naming, source
+from . import naming, source
 from .graph import ELEMENTS, Node, walk
-from .load_plan import Plan, bytes_of, gives_dz, of_our_own, shape_of
+from .load_plan import Plan, bytes_of, gives_dz, shape_of
 
-BYTES = (
-    1 << 28
-)  # of v in float32, from which on a second half's launches, some 10 µs, are no more than a hundredth of a step
+# Of v in float32, from which on. A step takes 50 µs more, of which launches are some 10: 1 to 2 % of it then (trials/halves.json).
+BYTES = 1 << 30
 
 
 def backward(
@@ -37,15 +36,14 @@ def backward(
     return found
 
 
-def may_run(plan: Plan, dy: Tensor, arguments: Sequence, needs: Sequence[bool]) -> bool:
+def may_run(plan: Plan, dy: Tensor, needs: Sequence[bool]) -> bool:
     """Then the plan has its halves."""
     inputs, N = len(plan.segment.inputs), plan.sizes.N
     if any(needs[:inputs]) or not needs[plan.weight_at] or len(dy) != N:
         return False
     if plan.halves is None:
         half = N // 8 * 4 or N // 2  # whose arrays begin at 16 bytes, too
-        x, weight = arguments[0], arguments[plan.weight_at]
-        parts = [(0, half), (half, N)] if may_be_parted(plan, x, weight) else []
+        parts = [(0, half), (half, N)] if may_be_parted(plan) else []
         plan.halves = [(first, last, _planned(plan, last - first)) for first, last in parts]
     return bool(plan.halves)
 
@@ -54,21 +52,19 @@ def _planned(plan: Plan, samples: int) -> Plan:
     return replace(plan, sizes=plan.sizes._replace(N=samples), backward={}, turned=None, halves=())
 
 
-def may_be_parted(plan: Plan, x: Tensor, weight: Tensor) -> bool:
+def may_be_parted(plan: Plan) -> bool:
     """Where the gradients of the weight and parameters are asked for."""
     sizes, segment = plan.sizes, plan.segment
     if plan.device != "cuda" or sizes.N < 2 or math.prod(sizes.shape(ELEMENTS)) * 4 < BYTES:
         return False
     of_float32 = {plan.value_dtype, plan.parameter_dtype, plan.dtype} == {torch.float32}
     by_sample = segment.axes[:1] == ("n",) and not (segment.random or plan.last or plan.turns_y)
-    if not (of_float32 and by_sample and gives_dz(plan) and _are_sums_of_samples(plan)):
-        return False
-    keeps_v = any(array.name == "v" for array in plan.composed.saved)  # over which dz in float32 is written
-    return not keeps_v or of_our_own(plan, x, weight, False, True).weight == gradients.PACKED
+    keeps_v = any(array.name == "v" for array in plan.composed.saved)
+    return of_float32 and by_sample and not keeps_v and gives_dz(plan) and _are_sums_of_samples(plan)
 
 
-def in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
-    return ", where x has no gradient by halves of the batch" * may_be_parted(plan, x, weight)
+def in_words(plan: Plan) -> str:
+    return ", by halves of the batch where x has no gradient" * may_be_parted(plan)
 
 
 def _are_sums_of_samples(plan: Plan) -> bool:

@@ -252,7 +252,7 @@ def backward(
         arguments = [_in_planes(t) if i <= plan.weight_at else t for i, t in enumerate(arguments)]
     x, weight, dx, dw = arguments[0], arguments[plan.weight_at], needs[0], needs[plan.weight_at]
     settings = precision(x) if settings is None else settings
-    if halves.may_run(plan, dy, arguments, needs):
+    if halves.may_run(plan, dy, needs):
         by_half = functools.partial(backward, settings=settings)
         found = halves.backward(by_half, plan, dy, arguments, saved, needs)
         for i in spends(plan) if spent else ():
