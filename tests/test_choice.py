@@ -204,6 +204,30 @@ def test_of_few_channels_in_the_fastest_runs(mode, monkeypatch):
         assert row[runs] <= max(MOST_FEW * min(times), min(times) + A_LITTLE), (row, runs)
 
 
+SHORT = json.loads((ROOT / "benchmarks/results/trials/short_rows.json").read_text(encoding="utf-8"))["rows"]
+MOST_SHORT = 1.1
+
+
+@pytest.mark.parametrize("row", SHORT, ids=lambda row: f"{row['channels_in']}x{row['image']}-{row['mode']}")
+def test_of_short_rows_the_fastest_runs(row, monkeypatch):
+    """… by the record, of a convolution and relu, through wide, whose tiles are rows, or through stream."""
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
+    monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+    monkeypatch.setattr(inside, "_asked", lambda *_: False)
+    monkeypatch.setattr(choice, "stream_loses", lambda *_: None)  # the library's time isn't recorded
+    monkeypatch.setattr(choice, "fastest", lambda *_: ("fused", ""))
+    monkeypatch.setattr(choice, "inside_loses", lambda *_: False)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: not row["split"])
+    dtype = torch.bfloat16 if row["mode"] == "bf16" else torch.float32
+    filters = row["channels_in"], row["channels_out"], row["filter"]
+    model = nn.Sequential(nn.Conv2d(*filters), nn.ReLU()).to(dtype)
+    x = torch.empty(row["batch"], row["channels_in"], *row["image"], device="meta", dtype=dtype)
+    (segment,) = capture(model, True, x.dim()).segments
+    case = Case(segment, [x, model[0].weight, model[0].bias, 0], False, dtype)
+    runs, *_ = direct.describe(case).split()
+    assert row[runs.rstrip(",")] <= MOST_SHORT * min(row["wide"], row["stream"])
+
+
 def test_rules_see_the_dtype_in_which_eager_convolves(gpu):
     model, x = sized(MIN_ADD, 3)
     gpu(MIN_ADD, forward=["bytes a value", 2, "epilogue", "fused"])

@@ -18,7 +18,7 @@ from inline_kernels.engine import direct, mainloops, sinks, stored
 from inline_kernels.engine.between import KEPT, OPERAND
 from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
-from test_engine_direct import device, full_size, given, kinds_of, only_through, random_model  # noqa: F401
+from test_engine_direct import device, full_size, given, h200, kinds_of, only_through, random_model  # noqa: F401
 
 INF = float("inf")
 POOLS = {2: F.max_pool2d, 3: F.max_pool3d}
@@ -350,8 +350,7 @@ STORING = {79: "narrow3d", 83: "narrow3d", 85: "narrow2d"}
 
 
 @pytest.mark.parametrize("number", {**RECOMPUTED, **ONCE, **STORING})
-def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
-    gpu(architecture=900, multiprocessors=132)
+def test_problems_at_their_full_sizes(number, h200):  # noqa: F811
     segment, arguments = full_size(number)
     line = sinks.describe(Case(segment, arguments, False, torch.float32))
     name = {**RECOMPUTED, **ONCE, **STORING}[number]

@@ -119,9 +119,11 @@ VOLUME_START = 12
 # How much faster the library's convolution must be expected to be for a mainloop of few channels to give way: of 5 x 1 and 1 x 1 filters it took three
 # times as long as expected (trials/random_speed.json: 6006, 6053).
 FEW_LIBRARY = 1.4
-# kernels/conv/wide.cuh's, that only writes v (benchmarks/results/trials/stored.json), of 64 channels in, all of whose weights registers hold; of
-# more, for each 64 (trials/rows.json: 275e6 with 128, 190e6 with 256).
-WIDE_OPERATIONS = 650e6
+# kernels/conv/wide.cuh, that only writes v, by the bytes of a value, or where operands are split: microseconds of all, of any tile, 128 columns of a row and
+# 64 or 128 channels out, and of each of its products, of 16 terms for 64 channels; of how many of those weights are in registers, and how much longer it
+# takes of more. Where stream is expected to take less than so much of that it runs (trials/short_rows.json: within a sixth on average).
+WIDE_TILES = {"2": (12.6, 0.25, 0.0545), "4": (13, 0.91, 0.0515), "split": (10, 1.39, 0.27)}
+WIDE_PRODUCTS, WIDE_LATER, WIDE_LOSES = 36, 1.4, 0.9
 VIEWS, VIEWS_POSITIONS = 0, 128  # as `folded`; of a tile
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
@@ -277,8 +279,8 @@ def _by_library(
     if how.packs and not how.split and min(filters[:2]) >= LIBRARY_TURNS:
         found += PACKING_START + 2 * x * itemsize / bytes_a_time
     if how.beside_wide:
-        rate = WIDE_OPERATIONS / -(-filters[1] // 64) / (3 if how.split else 1)
-        found = min(found, LIBRARY_STARTS[itemsize] + max(operations / rate, moved))
+        by_wide = wide_microseconds(image, filters, itemsize, how.split, device)
+        found = min(found, max(by_wide, LIBRARY_STARTS[itemsize] + moved))
     if how.alone:
         return found
     # Channels last the library may run the tail inside, and then no pass is launched behind it.
@@ -325,6 +327,26 @@ def volume_microseconds(image: Sequence[int], filters: Sequence[int], itemsize: 
     start, of_term, of_output = VOLUME_POSITION[itemsize]
     position = start + of_term * math.prod(terms) + of_output * min(outputs, 16)
     return VOLUME_START + positions * -(-outputs // 16) * position * 1e-6 / device.scale.compute
+
+
+def wide_microseconds(
+    image: Sequence[int], filters: Sequence[int], itemsize: int, split: bool, device
+) -> float:
+    """Of kernels/conv/wide.cuh's products, of images without zeros around them."""
+    outputs, channels, *kernel = filters
+    rows, columns = (size - taps + 1 for size, taps in zip(image[2:], kernel))
+    block = 128 if outputs > 64 else 64
+    tiles = image[0] * rows * -(-columns // 128) * -(-outputs // block)
+    products = math.prod(kernel) * -(-channels // 16)
+    start, tile, product = WIDE_TILES["split" if split else str(itemsize)]
+    tile += product * products * block / 64
+    tile *= WIDE_LATER if products > WIDE_PRODUCTS else 1
+    return start + -(-tiles // device.multiprocessors) * tile / device.scale.clock
+
+
+def wide_loses(ours: float, by_stream: float) -> bool:
+    """Microseconds as expected."""
+    return by_stream < WIDE_LOSES * ours
 
 
 def narrow_loses(

@@ -310,22 +310,28 @@ def _rows_lose(job: Job) -> str | None:
 
 
 def _narrow_loses(job: Job, microseconds: Callable) -> str | None:
-    """Would a mainloop of few channels in take longer than the library, or than stream? That has a pointwise tail inside, or writes v for passes."""
+    """Would a mainloop of few channels in take longer than the library, or than stream?"""
     if choice.is_silent():
         return None
     x, device, how = job.x, tiling.device_properties(job.x.device.index), _streamed(job, job.window > 1)
     sizes = job.weight.shape, job.positions, x.element_size(), device
-    alone = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1])
-    others, single = [], (1,) * len(job.walk.stride)
-    if copies_obstacle(job.walk, job.weight.shape[2:], single) is None:
-        if job.front and len(job.dtypes) <= 2 and _stream_obstacle(job) is None:
-            others.append(choice.stream_microseconds(x.shape, *sizes, how))
-        if not job.is_alone and _stream_obstacle(alone) is None:
-            of_v = choice.stream_microseconds(x.shape, *sizes, _streamed(alone, False))
-            others.append(of_v + how.passes * choice.pass_microseconds(*sizes))
     products = microseconds(job.image.shape, job.weight.shape, x.element_size(), device)
     how = how._replace(beside_wide=False)
-    return choice.narrow_loses(products, x.shape, *sizes, how, job.pads, min(others, default=math.inf))
+    return choice.narrow_loses(products, x.shape, *sizes, how, job.pads, _by_stream(job, how))
+
+
+def _by_stream(job: Job, how: choice.Streamed) -> float:
+    """Microseconds by stream, which has a pointwise tail inside, or writes v for passes; infinite where it can't run, or loses to the library."""
+    x, device, single = job.x, tiling.device_properties(job.x.device.index), (1,) * len(job.walk.stride)
+    sizes = job.weight.shape, job.positions, x.element_size(), device
+    alone, found = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1]), [math.inf]
+    if copies_obstacle(job.walk, job.weight.shape[2:], single) is None:
+        if job.front and len(job.dtypes) <= 2 and _stream_obstacle(job) is None:
+            found.append(choice.stream_microseconds(x.shape, *sizes, how))
+        if not job.is_alone and _stream_obstacle(alone) is None:
+            of_v = choice.stream_microseconds(x.shape, *sizes, _streamed(alone, False))
+            found.append(of_v + how.passes * choice.pass_microseconds(*sizes))
+    return min(found)
 
 
 def _rows_defines(job: Job) -> dict:
@@ -375,11 +381,20 @@ def _wide_obstacle(job: Job) -> str | None:
     faster, why = choice.fastest(rule, x.shape, weight.shape, x.element_size(), scale)
     if faster != "fused":
         return f"the library's convolution is faster at such sizes: {why}"
+    if (job.front or job.sinks) and _wide_loses(job):  # `_wide_stores` asks of v, and is asked there
+        return "stream is faster, whose tiles are no rows"
     lone = job.front or [[sink.kind for sink in own] for own in job.sinks] == [["store"]]
     measured = lone and len(job.dtypes) == 1 and x.dtype == torch.float32 and not stream_splits(job)
     if measured and not job.is_alone and choice.inside_loses(choice.WIDE_TAIL, job.instructions, 8, scale):
         return SLOWER_INSIDE
     return None
+
+
+def _wide_loses(job: Job) -> bool:
+    """Would stream take less?"""
+    x, device, how = job.x, tiling.device_properties(job.x.device.index), _streamed(job, job.window > 1)
+    ours = choice.wide_microseconds(x.shape, job.weight.shape, x.element_size(), stream_splits(job), device)
+    return choice.wide_loses(max(1, len(job.sinks)) * ours, _by_stream(job, how))
 
 
 def _wide_defines(job: Job) -> dict:
