@@ -255,8 +255,7 @@ def backward(
     if halves.may_run(plan, dy, needs):
         by_half = functools.partial(backward, settings=settings)
         found = halves.backward(by_half, plan, dy, arguments, saved, needs)
-        for i in spends(plan) if spent else ():
-            saved[i].untyped_storage().resize_(0)
+        _free(saved, spends(plan) if spent else ())
         return found
     back = _back(plan, dx, dw, True, arguments, spent, settings)
     if not back.launch:
@@ -276,8 +275,7 @@ def backward(
     if passes & 2:  # the library says what is infinite
         back = _back(plan, dx, dw, False, arguments, False, settings)
         *found, _ = back.launch.run(arguments, *given)
-    for i in back.frees:
-        saved[i].untyped_storage().resize_(0)
+    _free(saved, back.frees)
     dweight, dz = found.pop(), found.pop()
     for i, shape, dtype in back.converted:
         found[i] = found[i].view(shape).to(dtype)
@@ -295,6 +293,11 @@ def backward(
     if dweight is not None:
         found[plan.weight_at] = dweight
     return found
+
+
+def _free(saved: Sequence[Tensor], places: Sequence[int]) -> None:
+    for i in places:
+        saved[i].untyped_storage().resize_(0)
 
 
 def turns_filters(plan: Plan, needs: Sequence[bool], settings: object) -> tuple[layouts.Turning | None, bool]:

@@ -42,8 +42,9 @@ from .algebra import reordered, statistics_of_v
 from .cases import Case
 from .graph import ELEMENTS
 from .launching import Entry, Launch, new_of
-from .mainloops import Job, local
+from .mainloops import Job
 from .passes import Array, Key, Planes, Program, Root, Small, Unsupported
+from .sink_calls import local
 from .sink_text import Pass, Sink
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
