@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 
 import pytest
 import torch
@@ -13,7 +14,20 @@ import models
 import numerics
 from benchmarks import fit, grid
 from engine_stand_in import PROPERTIES
-from inline_kernels.engine import choice, composed, direct, inside, library, precision, tiling
+from generated import arguments_of
+from inline_kernels.engine import (
+    again,
+    choice,
+    composed,
+    direct,
+    inside,
+    library,
+    precision,
+    schedule,
+    sinks,
+    stored,
+    tiling,
+)
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import Case
 from loading import ROOT
@@ -226,6 +240,57 @@ def test_of_short_rows_the_fastest_runs(row, monkeypatch):
     case = Case(segment, [x, model[0].weight, model[0].bias, 0], False, dtype)
     runs, *_ = direct.describe(case).split()
     assert row[runs.rstrip(",")] <= MOST_SHORT * min(row["wide"], row["stream"])
+
+
+BEHIND = {
+    "relu": lambda m, v: torch.relu(v),
+    "group norm": lambda m, v: torch.nn.functional.group_norm(v, 1) * m.scale,
+    "most of channels": lambda m, v: v.amax(1),
+}
+
+
+class Behind(nn.Module):
+    def __init__(self, filters, tail):
+        super().__init__()
+        self.conv, self.tail, self.scale = nn.Conv2d(*filters), BEHIND[tail], nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.tail(self, self.conv(x))
+
+
+def words_of(case) -> str:
+    """The plan of the first schedule that can."""
+    for each in (again, direct, sinks, stored, schedule):
+        try:
+            return each.describe(case)
+        except direct.Unsupported:
+            pass
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["float32", "tf32"])
+@pytest.mark.parametrize(
+    "tail, saving", [("relu", False), ("relu", True), ("group norm", False), ("most of channels", False)]
+)
+def test_wide_gives_way_to_stream_and_to_nobody_else(tail, saving, tf32, monkeypatch):
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
+    monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+    monkeypatch.setattr(inside, "_asked", lambda *_: False)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: tf32)
+    loses, draw, gave_way = choice.wide_loses, random.Random(tail), 0
+    for _ in range(40):
+        channels_in, channels_out = (draw.randrange(20, 100, 4) for _ in range(2))
+        kernel, side, batch = draw.choice((1, 3, 5)), draw.randrange(12, 150), draw.choice((8, 32, 128))
+        x = torch.empty(batch, channels_in, side, side, device="meta")
+        model = Behind((channels_in, channels_out, kernel), tail)
+        (segment,) = capture(model, True, 4).segments
+        case = Case(segment, arguments_of(model, segment, x), saving, torch.float32)
+        monkeypatch.setattr(choice, "wide_loses", lambda *_: False)
+        before = words_of(case)
+        monkeypatch.setattr(choice, "wide_loses", loses)
+        if (now := words_of(case)) != before:
+            gave_way += 1
+            assert "wide" in before and "stream" in now, (x.shape, before, now)
+    assert gave_way
 
 
 def test_rules_see_the_dtype_in_which_eager_convolves(gpu):

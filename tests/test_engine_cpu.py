@@ -419,6 +419,7 @@ def test_what_takes_much_is_left_in_the_librarys_v(tail, dtype):
 OF_PRODUCTS = {
     "softmax": lambda m, v: m.norm(torch.softmax(v * v.sum(-2, keepdim=True), -2)),
     "logsumexp": lambda m, v: torch.logsumexp((v * v).flatten(2), -1),
+    "of a function": lambda m, v: torch.logsumexp(F.hardswish(v * 300).flatten(2), -1),
 }
 
 

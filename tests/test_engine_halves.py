@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from inline_kernels import fuse
 from inline_kernels.bench import checks
 from inline_kernels.engine import again, halves
+from inline_kernels.engine import gradients as engine_gradients
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_again import TAILS, model_of
 from test_engine_direct import device, only_through  # noqa: F401
@@ -21,6 +22,7 @@ OF_DZ_ALONE = {  # v isn't kept for them
     "a pick over channels": lambda m, v: (v + m.by_channel).amax(1, keepdim=True) * m.scale,
     "clamped": lambda m, v: torch.clamp(v * m.by_channel, -0.5, 0.5),
 }
+TAILS |= OF_DZ_ALONE
 IN_HALVES = (
     "gelu",
     "two sums",
@@ -34,23 +36,23 @@ IN_HALVES = (
 
 @pytest.fixture
 def parted(device, monkeypatch):  # noqa: F811
-    """Those that are: their samples, each time. Any size is, where it can be."""
+    """Those that are: their samples, each time. Any size is, where it can be, and ours give the weight's gradient."""
     ran = []
 
-    def backward(run, plan, *rest):
-        ran.append([part[:2] for part in plan.halves])
-        return by_halves(run, plan, *rest)
+    def run(parts, *rest):
+        ran.append([part[:2] for part in parts])
+        return by_halves(parts, *rest)
 
-    by_halves = halves.backward
+    by_halves = halves.run
     device(900), only_through("narrow2d", monkeypatch)
     monkeypatch.setattr(again, "pays", lambda *_: True)
+    monkeypatch.setattr(engine_gradients, "few_expected", lambda *_: (0.0, 1.0))
     monkeypatch.setattr(halves, "BYTES", 0)
-    monkeypatch.setattr(halves, "backward", backward)
+    monkeypatch.setattr(halves, "run", run)
     return ran
 
 
 def model_for(name: str) -> nn.Module:
-    TAILS.update(OF_DZ_ALONE)
     return model_of((32, 3, 3, 3), name)
 
 
@@ -80,26 +82,55 @@ def test_gradients_of_two_halves_are_added(name, parted):
     assert parted == [[(0, 2), (2, 5)]]
 
 
-@pytest.mark.parametrize(
-    "why", ["batch norm", "x has a gradient", "one sample", "no weight's gradient", "small"]
+WHOLE = (
+    "batch norm",
+    "an input",
+    "x has a gradient",
+    "one sample",
+    "no weight's gradient",
+    "the library's",
+    "small",
 )
+
+
+@pytest.mark.parametrize("why", WHOLE)
 def test_what_is_not_parted(why, parted, monkeypatch):
-    """Where a sample's dz hangs on others' dy, where dx would be copied, or where nothing is saved."""
+    """Where a sample's dz hangs on others' dy, where an input's gradient would be copied, or where nothing is saved."""
     torch.manual_seed(0)
-    model, x = model_for("batch norm" if why == "batch norm" else "gelu"), torch.randn(3, 3, 9, 34)
+    model = model_for(why if why in TAILS else "gelu")
     model.conv.weight.requires_grad_(why != "no weight's gradient")
+    x = torch.randn(1 if why == "one sample" else 3, 3, 9, 34, requires_grad=why == "x has a gradient")
     if why == "small":
-        monkeypatch.setattr(halves, "BYTES", 1 << 28)
-    x = x[:1] if why == "one sample" else x
-    assert_rule(model, x.requires_grad_(why == "x has a gradient"))
+        monkeypatch.setattr(halves, "BYTES", 1 << 30)
+    if why == "the library's":
+        monkeypatch.setattr(engine_gradients, "few_expected", lambda *_: (1.0, 0.0))
+    assert_rule(model, x)
     assert not parted
 
 
-def test_arrays_of_halves_begin_at_16_bytes(parted):
-    """… if there are samples enough: what doesn't would be copied."""
+@pytest.mark.parametrize("samples, cuts", [(13, [(0, 8), (8, 13)]), (3, None)], ids=str)
+def test_what_is_read_of_a_half_begins_at_16_bytes(samples, cuts, parted):
+    """180 bytes are a sample of x: the second half begins at a multiple of four."""
     torch.manual_seed(0)
-    assert_rule(model_for("gelu"), torch.randn(13, 3, 4, 5))
-    assert parted == [[(0, 4), (4, 13)]]
+    assert_rule(model_for("gelu"), torch.randn(samples, 3, 3, 5))
+    assert parted == ([cuts] if cuts else [])
+
+
+def test_what_was_saved_is_freed_behind_both(parted, monkeypatch):
+    freed, own = [], torch.UntypedStorage.resize_
+    monkeypatch.setattr(
+        torch.UntypedStorage, "resize_", lambda self, size: freed.append(self.nbytes()) or own(self, size)
+    )
+    torch.manual_seed(0)
+    fast, x = fuse(model_for("windows")), torch.randn(4, 3, 9, 34)
+    for _ in range(2):  # once to plan, with tensors that are freed, too
+        freed.clear()
+        y = fast(x)
+        torch.autograd.grad(y.sum(), fast.conv.weight, retain_graph=True)
+        retained = [*freed]
+        torch.autograd.grad(y.sum(), fast.conv.weight)
+    assert len(parted) == 4 and not retained
+    assert sum(freed) >= y.numel()  # where each was picked
 
 
 def test_it_runs_again_and_the_plan_says_so(parted):

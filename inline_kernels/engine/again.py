@@ -370,7 +370,9 @@ def describe(case: Case) -> str:
     by = found.mainloop.in_words(sinks._job(found.forward, case))
     words = [f"{by}: {found.forward.line}", *_others(whole, *ahead, found.forward)]
     words[-1] += f"; backward: v is formed again, {kept} are not kept, for {' and for '.join(again)}"
-    words[-1] += halves.in_words(replace(whole, composed=_without_v(saving)))
+    made = replace(whole, composed=_without_v(saving))
+    of_weight = load_plan.of_our_own(made, case.x, case.weight, False, True).weight
+    words[-1] += halves.in_words(made, of_weight is not None)
     words += _others(whole, *back, found.backward)
     return ", ".join([*words, *gradients.in_words(case.segment, case.x, case.weight, False)])
 

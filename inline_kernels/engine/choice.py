@@ -121,7 +121,7 @@ VOLUME_START = 12
 FEW_LIBRARY = 1.4
 # kernels/conv/wide.cuh, that only writes v, by the bytes of a value, or where operands are split: microseconds of all, of any tile, 128 columns of a row and
 # 64 or 128 channels out, and of each of its products, of 16 terms for 64 channels; of how many of those weights are in registers, and how much longer it
-# takes of more. Where stream is expected to take less than so much of that it runs (trials/short_rows.json: within a sixth on average).
+# takes of more. Where stream is expected to take less than so much of that it runs (trials/short_rows.json: within a ninth on average, 0.41 at most).
 WIDE_TILES = {"2": (12.6, 0.25, 0.0545), "4": (13, 0.91, 0.0515), "split": (10, 1.39, 0.27)}
 WIDE_PRODUCTS, WIDE_LATER, WIDE_LOSES = 36, 1.4, 0.9
 VIEWS, VIEWS_POSITIONS = 0, 128  # as `folded`; of a tile

@@ -500,6 +500,10 @@ def down_to(roots: Iterable[Node], stops: Callable[[Node], bool]) -> list[Node]:
 
 
 # ---- C++ of scalar operations
+# Whose result is no product; others' may be, as a function's last step.
+_SUMS_AND_CHOICES = frozenset(
+    "add sub rest max min relu abs clamp clamp_min clamp_max hardtanh where".split()
+)
 _APART = {"add": "math::difference({0}, -{1})", "sub": "math::difference({0}, {1})"}
 
 
@@ -511,7 +515,7 @@ def text_of(node: Node) -> str:
 
 def _is_deviation(node: Node) -> bool:
     a, b = map(_spread, node.args)
-    if node.space.small or "mul" not in (a.op, b.op):
+    if node.space.small or not any(x.is_scalar_op and x.op not in _SUMS_AND_CHOICES for x in (a, b)):
         return False
     return any(x.space != node.space and any(map(_reduces, walk([x]))) for x in (a, b))
 

@@ -1,7 +1,8 @@
-"""Backward by one half of a large batch after the other, so that there is never more than half of dz.
+"""Backward for one half of a large batch after the other, so that dz is there of one half at a time.
 
-It runs where v isn't kept, over which dz could be written, and dz is large; where x has no gradient, of which a half would be copied; and where no sample's
-dz hangs on another's dy, as behind batch norm in training. The gradients of the weight and of parameters are sums over samples, of each half, which are added.
+It pays where dz takes memory of its own. (Where v is kept, dz is written over it.) It can be done where x has no gradient, of which a half would be copied;
+where kernels of our own give the weight's gradient; and where no sample's dz hangs on another's dy, as it does behind batch norm in training. The gradients
+of the weight and of parameters are then sums over samples, and those of both halves are added.
 """
 
 from __future__ import annotations
@@ -9,62 +10,105 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import naming, source
 from .graph import ELEMENTS, Node, walk
-from .load_plan import Plan, bytes_of, gives_dz, shape_of
+from .launching import Launch
+from .load_plan import Plan, bytes_of, gives_dz, of_samples, shape_of
 
-# Of v in float32, from which on. A step takes 50 µs more, of which launches are some 10: 1 to 2 % of it then (trials/halves.json).
+# Of v in float32, from which on. A step takes 30 to 80 µs more, 1 to 2 % of it then (trials/halves.json).
 BYTES = 1 << 30
 
 
-def backward(
-    run: Callable[..., list], plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence, needs: Sequence
-) -> list[Tensor | None]:
-    """What run, schedule.backward, gives of the same."""
-    found, others = (
-        run(part, *_of_samples(plan, part, first, last, dy, arguments, saved), needs)
-        for first, last, part in plan.halves
-    )
-    # Two parameters' gradients may be one.
-    each = {total.data_ptr(): (total, other) for total, other in zip(found, others) if total is not None}
-    for total, other in each.values():
-        total.add_(other)
+class Half(NamedTuple):
+    """Samples, the first and the one behind the last, their plan, and backward's launch for them."""
+
+    first: int
+    last: int
+    plan: Plan
+    launch: Launch
+
+
+def planned(plan: Plan, arguments: Sequence, launch: Callable[[Plan, Sequence], Launch]) -> Sequence[Half]:
+    """launch: of a plan and arguments, for fewer samples. None, if the batch is not to be parted."""
+    N, cut = plan.sizes.N, _cut(plan, arguments[0]) if may_be_parted(plan) else 0
+    found = []
+    for first, last in ((0, cut), (cut, N)) if cut else ():
+        half = replace(plan, sizes=plan.sizes._replace(N=last - first), backward={}, turned=None)
+        found.append(Half(first, last, half, launch(half, of_samples(plan.segment, arguments, first, last))))
     return found
 
 
-def may_run(plan: Plan, dy: Tensor, needs: Sequence[bool]) -> bool:
-    """Then the plan has its halves."""
-    inputs, N = len(plan.segment.inputs), plan.sizes.N
-    if any(needs[:inputs]) or not needs[plan.weight_at] or len(dy) != N:
-        return False
-    if plan.halves is None:
-        half = N // 8 * 4 or N // 2  # whose arrays begin at 16 bytes, too
-        parts = [(0, half), (half, N)] if may_be_parted(plan) else []
-        plan.halves = [(first, last, _planned(plan, last - first)) for first, last in parts]
-    return bool(plan.halves)
-
-
-def _planned(plan: Plan, samples: int) -> Plan:
-    return replace(plan, sizes=plan.sizes._replace(N=samples), backward={}, turned=None, halves=())
-
-
 def may_be_parted(plan: Plan) -> bool:
-    """Where the gradients of the weight and parameters are asked for."""
+    """Where what is asked for lets it, too."""
     sizes, segment = plan.sizes, plan.segment
-    if plan.device != "cuda" or sizes.N < 2 or math.prod(sizes.shape(ELEMENTS)) * 4 < BYTES:
+    if plan.device != "cuda" or math.prod(sizes.shape(ELEMENTS)) * 4 < BYTES:
         return False
     of_float32 = {plan.value_dtype, plan.parameter_dtype, plan.dtype} == {torch.float32}
     by_sample = segment.axes[:1] == ("n",) and not (segment.random or plan.last or plan.turns_y)
     keeps_v = any(array.name == "v" for array in plan.composed.saved)
-    return of_float32 and by_sample and not keeps_v and gives_dz(plan) and _are_sums_of_samples(plan)
+    alone = by_sample and len(segment.inputs) == 1
+    return alone and of_float32 and not keeps_v and gives_dz(plan) and _are_sums_of_samples(plan)
 
 
-def in_words(plan: Plan) -> str:
-    return ", by halves of the batch where x has no gradient" * may_be_parted(plan)
+def in_words(plan: Plan, by_our_own: bool) -> str:
+    """by_our_own: do kernels of our own give the weight's gradient?"""
+    return ", by halves of the batch where x has no gradient" * (by_our_own and may_be_parted(plan))
+
+
+def run(
+    halves: Sequence[Half], plan: Plan, ours: Callable, arguments: Sequence, dy: Tensor, *saved: Tensor
+) -> list[Tensor | None]:
+    """What schedule.Back's launch gives but dz, and the gradient of the weight, which `ours` makes of dz, x and the weight."""
+    dy = dy.view(plan.shape)
+    one, other = (_gradients(half, plan, ours, arguments, dy, saved) for half in halves)
+    # Two parameters' may be one tensor.
+    sums = {total.data_ptr(): (total, each) for total, each in zip(one, other) if total is not None}
+    for total, each in sums.values():
+        total.add_(each)
+    return one
+
+
+def _gradients(
+    half: Half, plan: Plan, ours: Callable, arguments: Sequence, dy: Tensor, saved: Sequence
+) -> list[Tensor | None]:
+    first, last, *_ = half
+    x, *others = of_samples(plan.segment, arguments, first, last)
+    kept = [
+        _kept(plan, half, t) if array is naming.KEPT else t[first:last] if array.space.n else t
+        for array, t in zip(plan.composed.saved, saved)
+    ]
+    *found, dz, _ = half.launch.run([x, *others], dy[first:last], *kept)
+    found[plan.weight_at] = ours(dz, x, others[plan.weight_at - 1])[1]
+    return found
+
+
+def _kept(plan: Plan, half: Half, kept: Tensor) -> Tensor:
+    """Of several arrays, one behind the other, each from a multiple of 16 bytes on."""
+    program = plan.composed.backward
+    found = kept.new_empty(shape_of(half.plan, program, naming.KEPT))
+    to, of, at, behind = found.view(torch.uint8), kept.contiguous().view(torch.uint8), 0, 0
+    for array in source.rooms(program)[naming.KEPT]:
+        whole, own = bytes_of(plan, program, array), bytes_of(half.plan, program, array)
+        start = behind + (whole // plan.sizes.N * half.first if array.space.n else 0)
+        to[at : at + own] = of[start : start + own]
+        at, behind = at + -(-own // 16) * 16, behind + -(-whole // 16) * 16
+    return found
+
+
+def _cut(plan: Plan, x: Tensor) -> int:
+    """The samples of the first half: about as many as of the other, and so many that what is read of the other begins at 16 bytes; 0 if there are too few."""
+    N, program = plan.sizes.N, plan.composed.forward
+    arrays = [array for array in plan.composed.saved if array is not naming.KEPT and array.space.n]
+    sizes = [bytes_of(plan, program, array) for array in arrays]
+    sizes += [x.numel() * x.element_size(), math.prod(plan.shape) * plan.dtype.itemsize]
+    step = max(16 // math.gcd(16, size // N) for size in sizes)
+    half = max(1, round(N / 2 / step)) * step
+    return half if half < N else 0
 
 
 def _are_sums_of_samples(plan: Plan) -> bool:
@@ -77,29 +121,3 @@ def _are_sums_of_samples(plan: Plan) -> bool:
 def _is_over_samples(node: Node) -> bool:
     axes = [node.attr] if node.op == "sum" else node.attr if node.op in ("count", "variance") else ()
     return "n" in axes
-
-
-def _of_samples(
-    plan: Plan, part: Plan, first: int, last: int, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor]
-) -> tuple[Tensor, list, list[Tensor]]:
-    """dy, the arguments and what forward saved, of these samples alone."""
-    inputs, arrays = plan.segment.inputs, plan.composed.saved
-    own = [t[first:last] if each.space.n else t for each, t in zip(inputs, arguments)]
-    kept = [
-        _kept(plan, part, t, first) if a is naming.KEPT else t[first:last] if a.space.n else t
-        for a, t in zip(arrays, saved)
-    ]
-    return dy[first:last], [*own, *arguments[len(inputs) :]], kept
-
-
-def _kept(plan: Plan, part: Plan, kept: Tensor, first: int) -> Tensor:
-    """Of several arrays, one behind the other, each from a multiple of 16 bytes on."""
-    program = plan.composed.backward
-    found = kept.new_empty(shape_of(part, program, naming.KEPT))
-    to, of, at, behind = found.view(torch.uint8), kept.view(torch.uint8), 0, 0
-    for array in source.rooms(program)[naming.KEPT]:
-        whole, own = bytes_of(plan, program, array), bytes_of(part, program, array)
-        start = behind + (whole // plan.sizes.N * first if array.space.n else 0)
-        to[at : at + own] = of[start : start + own]
-        at, behind = at + -(-own // 16) * 16, behind + -(-whole // 16) * 16
-    return found

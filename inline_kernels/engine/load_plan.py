@@ -58,8 +58,6 @@ class Plan:
     pieces: Sequence[
         tuple[int, int, Plan]
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
-    # Of backward, samples and plans in the same way, where it runs by those (halves.py); None: not known yet.
-    halves: Sequence[tuple[int, int, Plan]] | None = None
     strips: Mapping[str, strips.Strips] = field(default_factory=dict)  # by launcher
 
     @classmethod
@@ -138,6 +136,12 @@ def in_units(plan: Plan) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------- arrays
+
+
+def of_samples(segment, arguments: Sequence, first: int, last: int) -> list:
+    """The arguments for these samples alone; last: the one behind them."""
+    own = [t[first:last] if each.space.n else t for each, t in zip(segment.inputs, arguments)]
+    return [*own, *arguments[len(own) :]]
 
 
 def numbers_of(plan: Plan, program: Program, names: naming.Names, arguments: Sequence) -> list:

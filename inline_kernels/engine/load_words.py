@@ -19,7 +19,7 @@ def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     layout = UNITS if way == gradients.PACKED else plan.turns_y
     plan = replace(plan, layout=layout, without_dz=needs_no_dz(plan))
     words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
-    words += halves.in_words(plan)
+    words += halves.in_words(plan, way is not None)
     ours = []
     if gives_dz(plan):
         ours = gradients.in_words(plan.segment, x, weight, in_units(plan), plan.last)

@@ -136,7 +136,9 @@ class Job(NamedTuple):
         """Is v itself the only result?"""
         if self.front:
             return len(self.dtypes) == 1 and self.front.node.is_leaf("z")
-        return [(sink.kind, sink.tail) for own in self.sinks for sink in own] == [("store", "conv::Identity")]
+        return not self.sinks or [(sink.kind, sink.tail) for own in self.sinks for sink in own] == [
+            ("store", "conv::Identity")
+        ]
 
     @property
     def runs_tf32(self) -> bool:
@@ -316,22 +318,23 @@ def _narrow_loses(job: Job, microseconds: Callable) -> str | None:
     x, device, how = job.x, tiling.device_properties(job.x.device.index), _streamed(job, job.window > 1)
     sizes = job.weight.shape, job.positions, x.element_size(), device
     products = microseconds(job.image.shape, job.weight.shape, x.element_size(), device)
+    inside, of_v = _by_stream(job, how)
+    others = min(inside, of_v + how.passes * choice.pass_microseconds(*sizes))
     how = how._replace(beside_wide=False)
-    return choice.narrow_loses(products, x.shape, *sizes, how, job.pads, _by_stream(job, how))
+    return choice.narrow_loses(products, x.shape, *sizes, how, job.pads, others)
 
 
-def _by_stream(job: Job, how: choice.Streamed) -> float:
-    """Microseconds by stream, which has a pointwise tail inside, or writes v for passes; infinite where it can't run, or loses to the library."""
+def _by_stream(job: Job, how: choice.Streamed) -> tuple[float, float]:
+    """Microseconds by stream, with the tail inside, and of v alone, which passes read; infinite where it can't run, or loses to the library."""
     x, device, single = job.x, tiling.device_properties(job.x.device.index), (1,) * len(job.walk.stride)
     sizes = job.weight.shape, job.positions, x.element_size(), device
-    alone, found = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1]), [math.inf]
+    alone, inside, of_v = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1]), math.inf, math.inf
     if copies_obstacle(job.walk, job.weight.shape[2:], single) is None:
         if job.front and len(job.dtypes) <= 2 and _stream_obstacle(job) is None:
-            found.append(choice.stream_microseconds(x.shape, *sizes, how))
+            inside = choice.stream_microseconds(x.shape, *sizes, how)
         if not job.is_alone and _stream_obstacle(alone) is None:
             of_v = choice.stream_microseconds(x.shape, *sizes, _streamed(alone, False))
-            found.append(of_v + how.passes * choice.pass_microseconds(*sizes))
-    return min(found)
+    return inside, of_v
 
 
 def _rows_defines(job: Job) -> dict:
@@ -381,7 +384,8 @@ def _wide_obstacle(job: Job) -> str | None:
     faster, why = choice.fastest(rule, x.shape, weight.shape, x.element_size(), scale)
     if faster != "fused":
         return f"the library's convolution is faster at such sizes: {why}"
-    if (job.front or job.sinks) and _wide_loses(job):  # `_wide_stores` asks of v, and is asked there
+    # Without front and sinks the question is whether wide could write v (`_wide_stores`), which `_wide_loses` asks itself.
+    if (job.front or job.sinks) and _wide_loses(job):
         return "stream is faster, whose tiles are no rows"
     lone = job.front or [[sink.kind for sink in own] for own in job.sinks] == [["store"]]
     measured = lone and len(job.dtypes) == 1 and x.dtype == torch.float32 and not stream_splits(job)
@@ -391,10 +395,14 @@ def _wide_obstacle(job: Job) -> str | None:
 
 
 def _wide_loses(job: Job) -> bool:
-    """Would stream take less?"""
+    """Would stream take less? Where v is written, it runs if it takes less for that, too."""
     x, device, how = job.x, tiling.device_properties(job.x.device.index), _streamed(job, job.window > 1)
     ours = choice.wide_microseconds(x.shape, job.weight.shape, x.element_size(), stream_splits(job), device)
-    return choice.wide_loses(max(1, len(job.sinks)) * ours, _by_stream(job, how))
+    inside, of_v = _by_stream(job, how)
+    read = choice.pass_microseconds(job.weight.shape, job.positions, x.element_size(), device)
+    if choice.wide_loses(how.passes * ours, inside):
+        return True
+    return choice.wide_loses(ours, of_v) and choice.wide_loses(how.passes * ours, of_v + how.passes * read)
 
 
 def _wide_defines(job: Job) -> dict:

@@ -36,6 +36,7 @@ from .load_plan import (
     launch_of,
     needs_no_dz,
     of_our_own,
+    of_samples,
     shape_of,
     turns_y_alone,
 )
@@ -161,16 +162,10 @@ def _pieces(plan: Plan, case: Case, edited: str | None) -> Sequence[tuple[int, i
     for first in range(0, N, samples):
         last = min(first + samples, N)
         if last - first not in plans:
-            some = case._replace(arguments=_of_samples(plan, case.arguments, first, last))
+            some = case._replace(arguments=of_samples(plan.segment, case.arguments, first, last))
             plans[last - first] = globals()["plan"](some, edited, True)
         found.append((first, last, plans[last - first]))
     return found
-
-
-def _of_samples(plan: Plan, arguments: Sequence, first: int, last: int) -> list:
-    inputs = plan.segment.inputs
-    own = [t[first:last] if each.space.n else t for each, t in zip(inputs, arguments)]
-    return [*own, *arguments[len(inputs) :]]
 
 
 def _may_write_over_v(program: Program, name: str) -> bool:
@@ -208,7 +203,7 @@ def _forward_in_strips(plan: Plan, arguments: Sequence, _: None) -> list[Tensor]
 def _forward_in_pieces(plan: Plan, arguments: Sequence, _: None) -> list[Tensor]:
     y = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
     for first, last, piece in plan.pieces:
-        some = _of_samples(plan, arguments, first, last)
+        some = of_samples(plan.segment, arguments, first, last)
         piece.launch.run(
             some, library.convolve(plan.convolution, some[0], some[plan.weight_at]), y[first:last]
         )
@@ -233,6 +228,7 @@ class Back(NamedTuple):
     over: int | None = None
     frees: Sequence[int] = ()  # of what forward saved, behind the launch
     librarys_weight: bool = False  # does the library give its gradient?
+    halves: Sequence[halves.Half] = ()  # of the batch, which run in launch's place
 
 
 def backward(
@@ -252,11 +248,6 @@ def backward(
         arguments = [_in_planes(t) if i <= plan.weight_at else t for i, t in enumerate(arguments)]
     x, weight, dx, dw = arguments[0], arguments[plan.weight_at], needs[0], needs[plan.weight_at]
     settings = precision(x) if settings is None else settings
-    if halves.may_run(plan, dy, needs):
-        by_half = functools.partial(backward, settings=settings)
-        found = halves.backward(by_half, plan, dy, arguments, saved, needs)
-        _free(saved, spends(plan) if spent else ())
-        return found
     back = _back(plan, dx, dw, True, arguments, spent, settings)
     if not back.launch:
         return [None] * back.count
@@ -270,6 +261,10 @@ def backward(
         given.append(image_of(x))
     if back.over is not None:
         given.append(given[back.over])
+    if back.halves:
+        found = halves.run(back.halves, plan, back.ours, arguments, *given)
+        _free(saved, back.frees)
+        return _converted(found, back)
     found = back.launch.run(arguments, *given)
     passes = found.pop().item() if back.passes else 1
     if passes & 2:  # the library says what is infinite
@@ -277,8 +272,7 @@ def backward(
         *found, _ = back.launch.run(arguments, *given)
     _free(saved, back.frees)
     dweight, dz = found.pop(), found.pop()
-    for i, shape, dtype in back.converted:
-        found[i] = found[i].view(shape).to(dtype)
+    found = _converted(found, back)
     if not passes:
         dz, found[0] = None, x.new_zeros(x.shape) if dx else None
         dweight = weight.new_zeros(weight.shape) if dw else None
@@ -292,6 +286,12 @@ def backward(
             found[0] = _input_gradient(plan, dz, weight)
     if dweight is not None:
         found[plan.weight_at] = dweight
+    return found
+
+
+def _converted(found: list[Tensor | None], back: Back) -> list[Tensor | None]:
+    for i, shape, dtype in back.converted:
+        found[i] = found[i].view(shape).to(dtype)
     return found
 
 
@@ -399,6 +399,13 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     has_dz, passes = roots["z"] and not without_dz, ["passes"] * bool(divided)
     returned = *found, "dz" if has_dz else None, "dweight" if own else None, *passes
     launch = _launch_back(side, arguments, given, shapes, returned)
+    parts = ()
+    if dw and not dx and ways.weight:
+
+        def launch_half(half: Plan, some: Sequence) -> Launch:
+            return _launch_back(half, some, given, shapes, returned)
+
+        parts = halves.planned(side, arguments, launch_half)
     given_by_library, filters = None, None
     last = _comes_last(plan, program, side.layout)
     if any(of_library):
@@ -415,6 +422,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         given.index("v") if over else None,
         [i for i, a in enumerate(composed.saved) if a.space.level and not (over and a.name == "v")] * spent,
         of_library[1],
+        parts,
     )
 
 

@@ -182,11 +182,12 @@ template <class A, class B> MATH auto difference(A a_, B b_) {
   T a = widened<T>(a_), b = widened<T>(b_);
 #if defined(MATH_ON_GPU)
   return gpu::difference(a, b);
-#elif defined(__CUDACC__) || defined(__clang__)  // Clang takes none from another statement
+#elif defined(__CUDACC__) || defined(__clang__)  // Clang, by default, takes none from another statement
 #elif __GNUC__ >= 12
   a = __builtin_assoc_barrier(a), b = __builtin_assoc_barrier(b);
 #else
-  asm("" : "+m"(a)), asm("" : "+m"(b));
+  asm("" : "+m"(a));
+  asm("" : "+m"(b));
 #endif
   return a - b;
 }
