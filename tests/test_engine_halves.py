@@ -9,13 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import numerics
 from inline_kernels import fuse
 from inline_kernels.bench import checks
 from inline_kernels.engine import again, halves
 from inline_kernels.engine import gradients as engine_gradients
+from own_gradients import TAILS as OF_11_BITS
+from own_gradients import assert_rule as assert_packed_rule
+from own_gradients import ours  # noqa: F401
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_again import TAILS, model_of
-from test_engine_direct import device, only_through  # noqa: F401
+from test_engine_direct import device, only_through, random_model  # noqa: F401
 
 OF_DZ_ALONE = {  # v isn't kept for them
     "windows": lambda m, v: F.max_pool2d(torch.tanh(v * m.scale), 2),
@@ -142,3 +146,16 @@ def test_it_runs_again_and_the_plan_says_so(parted):
     )
     assert torch.equal(first, second) and len(parted) == 2
     assert "by halves of the batch where x has no gradient" in str(model.plan(x))
+
+
+@pytest.mark.parametrize("architecture", [800, 900])
+def test_dz_in_16_bits(architecture, ours, monkeypatch):
+    """… under a scale for each sample."""
+    ran, parts, by_halves = ours(architecture), [], halves.run
+    monkeypatch.setattr(halves, "BYTES", 0)
+    monkeypatch.setattr(halves, "run", lambda found, *rest: parts.extend(found) or by_halves(found, *rest))
+    torch.manual_seed(0)
+    model, x = random_model((24, 5, 3, 2), OF_11_BITS["gates"]), numerics.random_input((5, 5, 9, 70))
+    x *= torch.tensor([1e-9, 1.0, 1e4, 3.0, 1e-3]).view(-1, 1, 1, 1)
+    assert_packed_rule(model, x, ran)
+    assert [part[:2] for part in parts] == [(0, 2), (2, 5)] and ran == [1, 1]
