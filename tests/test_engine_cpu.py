@@ -4,6 +4,7 @@ time."""
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from pathlib import Path
 
@@ -399,8 +400,14 @@ OF_MUCH = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("tail", OF_MUCH)
+@pytest.mark.parametrize(
+    "tail, dtype",
+    [
+        *((tail, torch.float32) for tail in OF_MUCH),
+        *itertools.product(("rows", "picked rows"), (torch.float64, torch.bfloat16)),
+    ],
+    ids=str,
+)
 def test_what_takes_much_is_left_in_the_librarys_v(tail, dtype):
     """… where nobody needs that: not in training, not where 16 bits would round it."""
     torch.manual_seed(0)
