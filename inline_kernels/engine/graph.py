@@ -500,7 +500,7 @@ def down_to(roots: Iterable[Node], stops: Callable[[Node], bool]) -> list[Node]:
 
 
 # ---- C++ of scalar operations
-# Whose result is no product; others' may be, as a function's last step.
+# Their result is no product; a function's may be, as its last step.
 _SUMS_AND_CHOICES = frozenset(
     "add sub rest max min relu abs clamp clamp_min clamp_max hardtanh where".split()
 )
@@ -514,10 +514,16 @@ def text_of(node: Node) -> str:
 
 
 def _is_deviation(node: Node) -> bool:
+    """Is it of a product, and of what was reduced, which varies along fewer axes?"""
     a, b = map(_spread, node.args)
-    if node.space.small or not any(x.is_scalar_op and x.op not in _SUMS_AND_CHOICES for x in (a, b)):
+    if node.space.small or not any(map(_may_be_product, (a, b))):
         return False
     return any(x.space != node.space and any(map(_reduces, walk([x]))) for x in (a, b))
+
+
+def _may_be_product(node: Node) -> bool:
+    """What has no positions is read, or was made in double."""
+    return node.is_scalar_op and node.op not in _SUMS_AND_CHOICES and not node.space.small
 
 
 def _spread(node: Node) -> Node:
