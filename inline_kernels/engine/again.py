@@ -255,7 +255,7 @@ def _through(case: Case, mainloop, saving: programs.Composed) -> _Found:
     found = _Found(mainloop, saving, ahead, *_composed(case.segment, mainloop, saving))
     tiles = []
     for each in (found.forward, found.backward):
-        if reason := mainloop.refuses(sinks._job(each, case)):
+        if reason := mainloop.refuses(sinks.job(each, case)):
             raise Unsupported(reason)
         if max(map(_sums, each.parts.values())) > mainloop.sinks.pinned_sums:
             raise Unsupported("its sums take more shared memory than tiles leave in both directions")
@@ -367,7 +367,7 @@ def describe(case: Case) -> str:
     ahead, back = (saving.forward, saving.forward_names), (saving.backward, saving.backward_names)
     kept = load_words.in_bytes(math.prod(whole.sizes.shape(ELEMENTS)) * case.x.element_size())
     again = [load_words.pass_words(whole, *back, i, reads_v=False) for i in found.backward.parts]
-    by = found.mainloop.in_words(sinks._job(found.forward, case))
+    by = found.mainloop.in_words(sinks.job(found.forward, case))
     words = [f"{by}: {found.forward.line}", *_others(whole, *ahead, found.forward)]
     words[-1] += f"; backward: v is formed again, {kept} are not kept, for {' and for '.join(again)}"
     made = replace(whole, composed=_without_v(saving))

@@ -467,7 +467,7 @@ def _first(case: Case, made: Callable[..., Composed]):
         try:
             mainloop.check_walk(case.segment, case.weight)
             found = made(mainloop)
-            if (reason := mainloop.refuses(_job(found, case))) is None:
+            if (reason := mainloop.refuses(job(found, case))) is None:
                 return mainloop, found
             refused.append(f"{mainloop.name}: {reason}")
             if reason == mainloops.SLOWER_INSIDE:
@@ -479,14 +479,14 @@ def _first(case: Case, made: Callable[..., Composed]):
     raise Unsupported("; ".join(refused))
 
 
-def _job(found: Composed, case: Case) -> Job:
+def job(found: Composed, case: Case) -> Job:
     parts = found.parts.values()
     most = max(own.instructions for own in parts)
     return mainloops.job_of(case, [case.dtype], sinks=[own.sinks for own in parts], instructions=most)
 
 
 def build(mainloop, found: Composed, case: Case) -> dict:
-    defines = case.defines | mainloop.all_defines(_job(found, case))
+    defines = case.defines | mainloop.all_defines(job(found, case))
     name = f"sinks_{naming.identifier(case.segment.conv.name)}"
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
 
@@ -506,7 +506,7 @@ def alone(case: Case) -> tuple[dict, list[Array]]:
 
 def describe(case: Case) -> str:
     mainloop, found = _chosen(case)
-    line = f"{mainloop.in_words(_job(found, case))}: {found.line}"
+    line = f"{mainloop.in_words(job(found, case))}: {found.line}"
     if not case.saving:
         return line
     behind = load_plan.Plan.of(_in_planes(case))

@@ -85,7 +85,7 @@ def describe(case: Case) -> str:
     behind = _behind(case)
     if beside := first_beside(case):
         mainloop, found = beside
-        return schedule.describe(behind, mainloop.in_words(sinks._job(found, behind)), min(found.parts))
+        return schedule.describe(behind, mainloop.in_words(sinks.job(found, behind)), min(found.parts))
     of_convolution(case)
     return schedule.describe(behind, direct.describe(alone(case)).partition(",")[0])
 
