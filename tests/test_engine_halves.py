@@ -20,6 +20,7 @@ from own_gradients import ours  # noqa: F401
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_again import TAILS, model_of
 from test_engine_direct import device, only_through, random_model  # noqa: F401
+from test_engine_spent import freed_by
 
 OF_DZ_ALONE = {  # v isn't kept for them
     "windows": lambda m, v: F.max_pool2d(torch.tanh(v * m.scale), 2),
@@ -121,20 +122,10 @@ def test_what_is_read_of_a_half_begins_at_16_bytes(samples, cuts, parted):
 
 
 def test_what_was_saved_is_freed_behind_both(parted, monkeypatch):
-    freed, own = [], torch.UntypedStorage.resize_
-    monkeypatch.setattr(
-        torch.UntypedStorage, "resize_", lambda self, size: freed.append(self.nbytes()) or own(self, size)
-    )
     torch.manual_seed(0)
     fast, x = fuse(model_for("windows")), torch.randn(4, 3, 9, 34)
-    for _ in range(2):  # once to plan, with tensors that are freed, too
-        freed.clear()
-        y = fast(x)
-        torch.autograd.grad(y.sum(), fast.conv.weight, retain_graph=True)
-        retained = [*freed]
-        torch.autograd.grad(y.sum(), fast.conv.weight)
-    assert len(parted) == 4 and not retained
-    assert sum(freed) >= y.numel()  # where each was picked
+    freed = freed_by(fast, x, monkeypatch)
+    assert len(parted) == 4 and sum(freed) >= fast(x).numel()  # where each was picked
 
 
 def test_it_runs_again_and_the_plan_says_so(parted):

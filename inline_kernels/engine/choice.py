@@ -122,7 +122,7 @@ FEW_LIBRARY = 1.4
 # kernels/conv/wide.cuh, that only writes v, by the bytes of a value, or where operands are split: microseconds of all, of any tile, 128 columns of a row and
 # 64 or 128 channels out, and of each of its products, of 16 terms for 64 channels; of how many of those weights are in registers, and how much longer it
 # takes of more. Where stream is expected to take less than so much of that it runs (trials/short_rows.json: within a ninth on average, 0.41 at most).
-WIDE_TILES = {"2": (12.6, 0.25, 0.0545), "4": (13, 0.91, 0.0515), "split": (10, 1.39, 0.27)}
+WIDE_TILES = {2: (12.6, 0.25, 0.0545), 4: (13, 0.91, 0.0515), "split": (10, 1.39, 0.27)}
 WIDE_PRODUCTS, WIDE_LATER, WIDE_LOSES = 36, 1.4, 0.9
 VIEWS, VIEWS_POSITIONS = 0, 128  # as `folded`; of a tile
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
@@ -338,7 +338,7 @@ def wide_microseconds(
     block = 128 if outputs > 64 else 64
     tiles = image[0] * rows * -(-columns // 128) * -(-outputs // block)
     products = math.prod(kernel) * -(-channels // 16)
-    start, tile, product = WIDE_TILES["split" if split else str(itemsize)]
+    start, tile, product = WIDE_TILES["split" if split else itemsize]
     tile += product * products * block / 64
     tile *= WIDE_LATER if products > WIDE_PRODUCTS else 1
     return start + -(-tiles // device.multiprocessors) * tile / device.scale.clock

@@ -34,7 +34,7 @@ class Half(NamedTuple):
 
 
 def planned(plan: Plan, arguments: Sequence, launch: Callable[[Plan, Sequence], Launch]) -> Sequence[Half]:
-    """launch: of a plan and arguments, for fewer samples. None, if the batch is not to be parted."""
+    """Both, or none where the batch is not parted. launch: backward's, of a plan and arguments for fewer samples."""
     N, cut = plan.sizes.N, _cut(plan, arguments[0]) if may_be_parted(plan) else 0
     found = []
     for first, last in ((0, cut), (cut, N)) if cut else ():

@@ -398,14 +398,9 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     found = [root and root.name for root in map(roots.get, names)]
     has_dz, passes = roots["z"] and not without_dz, ["passes"] * bool(divided)
     returned = *found, "dz" if has_dz else None, "dweight" if own else None, *passes
-    launch = _launch_back(side, arguments, given, shapes, returned)
-    parts = ()
-    if dw and not dx and ways.weight:
-
-        def launch_half(half: Plan, some: Sequence) -> Launch:
-            return _launch_back(half, some, given, shapes, returned)
-
-        parts = halves.planned(side, arguments, launch_half)
+    launching = functools.partial(_launch_back, given=given, shapes=shapes, returned=returned)
+    launch = launching(side, arguments)
+    parts = halves.planned(side, arguments, launching) if dw and not dx and ways.weight else ()
     given_by_library, filters = None, None
     last = _comes_last(plan, program, side.layout)
     if any(of_library):
