@@ -28,9 +28,11 @@ import torch  # noqa: E402
 
 from benchmarks.level2 import PROBLEMS  # noqa: E402
 from benchmarks.networks import NETWORKS  # noqa: E402
+from benchmarks.peers import CUDNN  # noqa: E402
 from inline_kernels import fuse  # noqa: E402
 from inline_kernels.bench import checks, compare, records, timing  # noqa: E402
 
+PEERS = compare.PEERS | {"cudnn": CUDNN}
 JUDGED_SHARE = 16  # the batch is divided by it where errors are judged
 CPU_SHARE = 16
 
@@ -68,7 +70,7 @@ def judged(problem, phase: str, device: str, training: bool, peer: str = "") -> 
         model = problem.model().to(device).train(training)
         compare.randomize(model)
         x = inputs(problem, device, batch)
-        contestant = compare.PEERS[peer].contestant(model) if peer else fuse(model)
+        contestant = PEERS[peer].contestant(model) if peer else fuse(model)
         found, complaints = checks.errors_of("", contestant, model, x, phase, cancelling=cancelling)
         if complaints:
             raise RuntimeError("; ".join(complaints))
@@ -92,7 +94,12 @@ def measured(
     x = inputs(problem, device, problem.batch if device == "cuda" else max(1, problem.batch // CPU_SHARE))
     fused = fuse(model)
     contestants = {"fuse": checks.as_contestant(fused, model)}
-    contestants |= {name: compare.PEERS[name].contestant(model) for name in peers}
+    for name in peers:
+        errors, words = zip(*(found[phase, name] for phase in phases))
+        if min(errors) < float("inf"):
+            contestants[name] = PEERS[name].contestant(model)
+        else:
+            print(f"{problem.number}: {name} isn't there: {words[0]}", flush=True)
     for phase in phases:
         with torch.no_grad():
             g = torch.randn_like(model(x)) if checks.has_backward(phase) else None
@@ -155,7 +162,7 @@ def main() -> None:
     parser.add_argument(
         "--eval", action="store_true", help="modules in evaluation mode, not in training mode"
     )
-    parser.add_argument("--peers", default="eager", help="out of " + ", ".join(compare.PEERS))
+    parser.add_argument("--peers", default="eager", help="out of " + ", ".join(PEERS))
     parser.add_argument("--seconds", type=float, default=0.3, help="of timing, a problem and phase")
     parser.add_argument(
         "--judged", type=Path, nargs="*", default=[], help="records of runs whose judgement holds"
