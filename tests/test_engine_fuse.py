@@ -55,6 +55,42 @@ def test_computes_what_the_model_does(kind, training):
     assert_same(fast, model, x[..., 1:, 1:])
 
 
+NORMS = {
+    "instance": lambda c: nn.InstanceNorm2d(c),
+    "affine instance": lambda c: nn.InstanceNorm2d(c, affine=True),
+    "group": lambda c: nn.GroupNorm(2, c),
+    "batch": lambda c: nn.BatchNorm2d(c),
+    "layer": lambda c: nn.LayerNorm(c),
+}
+
+
+class Wide(nn.Module):
+    """A norm that may know how many channels there are."""
+
+    def __init__(self, kind: str, channels: int):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, channels, 3), NORMS[kind](channels)
+
+    def forward(self, x):
+        v = self.conv(x)
+        if isinstance(self.norm, nn.LayerNorm):
+            return F.gelu(self.norm(v.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+        return F.gelu(self.norm(v))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_widths_beside_each_other(kind):
+    """Equal models but for their channels, in one process."""
+    x = torch.randn(2, 3, 9, 8)
+    for channels in (4, 6):
+        model = Wide(kind, channels)
+        fast = fuse(copy.deepcopy(model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert runs(fast, x) == ["load"]
+            assert_same(fast, model, x)
+
+
 def test_says_what_runs():
     _, fast, x = pair(Residual)
     plans = fast.plan(x)

@@ -99,7 +99,7 @@ def _updated(updates: Sequence[Update]) -> list[str]:
 
 
 def digest_of(fields: dict[str, Any]) -> str:
-    """Of the structure: leaves by their place."""
+    """Of the structure, leaves by their place, and of the channels, which modules know: as instance and layer norms do."""
     kinds = ("inputs", "parameters", "buffers", "scalars")
     names = {**fields, "inputs": [leaf.attr[0] for leaf in fields["inputs"]]}
     places = {name: f"{kind}{i}" for kind in kinds for i, name in enumerate(names[kind])}
@@ -108,7 +108,7 @@ def digest_of(fields: dict[str, Any]) -> str:
     number = {node.id: i for i, node in enumerate(nodes)}
     lines = [
         repr(fields["conv"]._replace(name="")),
-        repr(fields["axes"]),
+        repr((fields["axes"], fields["channels"])),
         repr(sorted(fields["graph"].levels.items())),
     ]
     lines += [f"{kind} {len(fields[kind])}" for kind in kinds] + [repr([*fields["random"]])]

@@ -42,7 +42,7 @@ template <class Tail_, class Out_> struct Sunk {
 };
 struct NoSink {
   struct Out {
-    static constexpr int kWarpBytes = 0, kPerWord = 1;
+    static constexpr int kWarpBytes = 0;
     static constexpr bool kReduces = false;
   };
   static constexpr bool kExists = false;

@@ -37,8 +37,6 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
   static_assert(kProducerRegisters + kTeams * kTeamRegisters <= (1 + kTeams) * (65536 / kThreads / 8 * 8),
                 "or some wait for ever");
   static constexpr int kTiles = kTilePositions / 8;  // of 8 positions
-  static constexpr int kTilesAtOnce =
-      4 * (Out::kPerWord > More::Out::kPerWord ? Out::kPerWord : More::Out::kPerWord);  // of tail and sink
   // A tensor core's sums lose digits, so that those of so many products are added by others, where operands
   // are split.
   static constexpr int kAtOnce = kSplit ? 12 : kProducts;
@@ -218,6 +216,7 @@ template <class Conv, class Tail, class Out, class More, int kSharedLimit> struc
   static __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail& tail, const To& to,
                                                      uint8_t* staging, const float (&sums)[kTiles][4],
                                                      const store::Patch& patch, const Lattices& where) {
+    constexpr int kTilesAtOnce = To::kTilesAtOnce;
     const int lane = threadIdx.x % 32, channel = patch.channel + lane / 4;
     const auto constants_of = [&](int c) {
       ChannelConstants<OfTail> constants(tail, where.n, c, c < kChannelsOut);

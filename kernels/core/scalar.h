@@ -47,5 +47,12 @@ using parameter_t = PARAMETER_T;
 #else
 using parameter_t = accumulate_t;
 #endif
+// A result as it is stored: a byte, which holds a small whole number, without a slow conversion.
+#ifdef __CUDACC__
+template <class T> __device__ __forceinline__ T rounded(float value) {
+  if constexpr (sizeof(T) == 1) return T(__float_as_uint(value + 8388608.f));
+  else return T(value);
+}
+#endif
 // What results are compared with, as eager rounds it.
 HOST_DEVICE accumulate_t bound(double x) { return accumulate_t(output_t(accumulate_t(x))); }

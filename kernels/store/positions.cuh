@@ -8,6 +8,7 @@
 #pragma once
 #include "core/scalar.h"
 #include "core/tf32.cuh"
+#include "core/vector.cuh"
 
 namespace store {
 
@@ -38,10 +39,13 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
   T* y;
   using result_t = T;
   static constexpr bool kLast = kChannelsLast, kReduces = false;
-  static constexpr int kPerWord = 4 / int(sizeof(T));  // elements
-  // Staging: 16 channels × 32 words of positions, or 32 positions × 16 channels of float32; without
-  // conflicts.
-  static constexpr int kPitch = kChannelsLast ? 20 : kPerWord == 1 ? 40 : 36;
+  static constexpr int kPerWord = 4 / int(sizeof(T));                     // elements
+  static constexpr int kTilesAtOnce = sizeof(T) == 1 ? 4 : 4 * kPerWord;  // through staging
+  static constexpr int kLanes = kTilesAtOnce * 8 / kPerWord;              // that store a channel's words
+  static constexpr int kBeside = 32 / kLanes;                             // channels
+  // Staging: 16 channels × kLanes words of positions, or 32 positions × 16 channels of float32; without
+  // conflicts, but where bytes are read.
+  static constexpr int kPitch = kChannelsLast ? 20 : kPerWord == 1 ? 40 : kPerWord == 2 ? 36 : 12;
   static constexpr int kWarpBytes = (kChannelsLast ? 32 : 16) * kPitch * 4;
   struct alignas(4) Word {
     T at[kPerWord];
@@ -58,52 +62,50 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
     else store_planes(reinterpret_cast<Word*>(staging), values, patch, where, channels);
   }
 
-  // 32 words of each of 16 channels at a time; a lane stores one of each channel.
+  // kLanes words of each of 16 channels at a time; a lane stores one of each kBeside-th channel.
   template <int kTiles, class Where>
   __device__ __forceinline__ void store_planes(Word* staging, const float (&values)[kTiles][4],
                                                const Patch& patch, const Where& where, int channels) const {
-    constexpr int kAtOnce = 4 * kPerWord;  // tiles
-    static_assert(kTiles % kAtOnce == 0);
+    static_assert(kTiles % kTilesAtOnce == 0);
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, S = where.results();
+    const int own = lane / kLanes;  // channel
 #pragma unroll
-    for (int first = 0; first < kTiles; first += kAtOnce) {
+    for (int first = 0; first < kTiles; first += kTilesAtOnce) {
       if (first * 8 >= patch.columns) break;
       __syncwarp();  // what was there has been read
 #pragma unroll
-      for (int i = 0; i < kAtOnce * 2; i++) {
+      for (int i = 0; i < kTilesAtOnce * 2; i++) {
         const float* const two = values[first + i / 2] + i % 2 * 2;
         T* const to = staging[(g + i % 2 * 8) * kPitch].at + i / 2 * 8 + t * 2;
-        struct alignas(2 * sizeof(T)) Pair {
-          T at[2];
-        };
-        *reinterpret_cast<Pair*>(to) = Pair{T(two[0]), T(two[1])};
+        *reinterpret_cast<Pair<T>*>(to) = Pair<T>{rounded<T>(two[0]), rounded<T>(two[1])};
       }
       __syncwarp();  // everyone has written
-      const int column = first * 8 + lane * kPerWord;
+      const int column = first * 8 + lane % kLanes * kPerWord;
       T* to[kPerWord];
       bool real[kPerWord];
 #pragma unroll
       for (int i = 0; i < kPerWord; i++) {
         const Place place = where(patch.position + column + i);
-        to[i] = y + (int64_t(place.n) * channels + patch.channel) * S + place.s;
+        to[i] = y + (int64_t(place.n) * channels + patch.channel + own) * S + place.s;
         real[i] = place.real && column + i < patch.columns;
       }
       bool any = real[0], whole = real[0];
-      if constexpr (kPerWord > 1) {
-        any |= real[1];
-        whole &= real[1] && to[1] == to[0] + 1 && S % kPerWord == 0 && uintptr_t(to[0]) % 4 == 0;
-      }
+#pragma unroll
+      for (int i = 1; i < kPerWord; i++) any |= real[i], whole &= real[i] && to[i] == to[0] + i;
+      if constexpr (kPerWord > 1) whole &= S % kPerWord == 0 && uintptr_t(to[0]) % 4 == 0;
       const int count = min(channels - patch.channel, patch.channels);
+      constexpr int kOwn = 16 / kBeside, kRead = kOwn < 8 ? kOwn : 8;  // channels
 #pragma unroll
-      for (int half = 0; half < 16; half += 8) {
-        Word words[8];  // all are read before the first is stored: the compiler keeps a read behind an
-                        // earlier store
+      for (int part = 0; part < kOwn; part += kRead) {
+        Word words[kRead];  // all are read before the first is stored: the compiler keeps a read behind an
+                            // earlier store
 #pragma unroll
-        for (int c = 0; c < 8; c++) words[c] = staging[(half + c) * kPitch + lane];
+        for (int c = 0; c < kRead; c++)
+          words[c] = staging[((part + c) * kBeside + own) * kPitch + lane % kLanes];
         if (!any) continue;
 #pragma unroll
-        for (int c = 0; c < 8; c++) {
-          if (half + c >= count) break;
+        for (int c = 0; c < kRead; c++) {
+          if ((part + c) * kBeside + own >= count) break;
           if (kPerWord == 1 || whole) {
             *reinterpret_cast<Word*>(to[0]) = words[c];
           } else {
@@ -112,7 +114,7 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
               if (real[i]) *to[i] = words[c].at[i];
           }
 #pragma unroll
-          for (int i = 0; i < kPerWord; i++) to[i] += S;
+          for (int i = 0; i < kPerWord; i++) to[i] += kBeside * S;
         }
       }
     }

@@ -35,7 +35,7 @@ struct Staged {
     for (int c = 0; c < channels; c++, to += stride) {
 #pragma unroll
       for (int j = lane; j < 64; j += 32)
-        if (j < pixels) to[j] = T(staging[c * kPitch + j]);
+        if (j < pixels) to[j] = rounded<T>(staging[c * kPitch + j]);
     }
   }
 };
@@ -56,11 +56,11 @@ template <class T> struct Rows {
 #pragma unroll
       for (int j = 0; j < 16; j++)
         *reinterpret_cast<Pair<T>*>(row + j * 8) =
-            Pair<T>{T(values[j][kHalf * 2]), T(values[j][kHalf * 2 + 1])};
+            Pair<T>{rounded<T>(values[j][kHalf * 2]), rounded<T>(values[j][kHalf * 2 + 1])};
     } else {
 #pragma unroll
       for (int j = 0; j < 16; j++)
-        row[j * 8] = T(values[j][kHalf * 2]), row[j * 8 + 1] = T(values[j][kHalf * 2 + 1]);
+        row[j * 8] = rounded<T>(values[j][kHalf * 2]), row[j * 8 + 1] = rounded<T>(values[j][kHalf * 2 + 1]);
     }
   }
 
