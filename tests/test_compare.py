@@ -18,11 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import compare as command
 import models
 from benchmarks import peers
+from benchmarks.level2 import PROBLEMS
 from inline_kernels.bench import charts, checks, compare, timing
 from test_checks import DROPOUT, MIN_ADD, POOL, small
 
@@ -66,6 +68,84 @@ def test_a_peer_says_why_it_is_not_there():
     options = dict(device="cpu", variants=["cudnn"], peers=peers.PEERS[MIN_ADD], seed=1)
     (row,) = compare.compare(small(MIN_ADD), **options)
     assert row["ok"] is None and row["reason"] == "raised RuntimeError: cuDNN needs a GPU"
+
+
+class Place:
+    """A tensor of a stand-in for cuDNN's graph; `value(given)`: what it is of those that are given."""
+
+    def __init__(self, value=None, size=None, strides=None):
+        self.is_given = value is None
+        self.value, self.size, self.strides = value or (lambda given: given[self]), size, strides
+        self.get_dim, self.set_output, self.set_data_type = lambda: size, lambda _: None, lambda _: None
+
+    def set_dim(self, size):
+        self.size = size
+
+    def set_stride(self, strides):
+        self.strides = strides
+
+
+class CudnnStandIn:
+    """cuDNN's graph by PyTorch's operations, of tensors that lie as was said."""
+
+    data_type, heur_mode = types.SimpleNamespace(FLOAT=0), types.SimpleNamespace(A=0, FALLBACK=1)
+    NAMES = ("add", "sub", "mul", "div", "minimum", "maximum", "relu", "sigmoid", "tanh")
+    OPERATIONS = {name.removesuffix("imum"): getattr(torch, name) for name in NAMES}
+    OPERATIONS |= {
+        "gelu": F.gelu,
+        "softplus": F.softplus,
+        "leaky_relu": F.leaky_relu,
+        "gelu_approx_tanh": None,
+    }
+
+    def pygraph(self, **_):
+        return self
+
+    def __getattr__(self, name):
+        operation = self.OPERATIONS[name]
+
+        def call(*operands):
+            of = lambda given: [each.value(given) if isinstance(each, Place) else each for each in operands]  # noqa: E731
+            return Place(lambda given: operation(*of(given)))
+
+        return call
+
+    def tensor(self, dim, stride, data_type):
+        return Place(None, dim, stride)
+
+    def conv_fprop(self, image, weight, padding, stride, dilation):
+        convolve, how = (F.conv2d if len(stride) == 2 else F.conv3d), (None, stride, padding, dilation)
+        return Place(lambda given: convolve(image.value(given), weight.value(given), *how))
+
+    def build(self, _):
+        pass
+
+    def get_workspace_size(self):
+        return 0
+
+    def execute(self, given, workspace, handle):
+        for place, t in given.items():
+            steps = zip(t.shape, t.stride(), place.strides)
+            assert [*t.shape] == [*place.size] and all(ours == said for size, ours, said in steps if size > 1)
+        (y,) = (place for place in given if not place.is_given)
+        given[y].copy_(y.value(given))
+
+
+@pytest.mark.parametrize("number", [1, 4, 7, 31, 47, 48, 54, 57, 69, 71, 87, 90])
+def test_cudnns_graph_of_a_pointwise_problem(number):
+    problem = PROBLEMS[number]
+    model, x = problem.small_model(), checks.channels_last(torch.randn(problem.small_input_shape))
+    compare.randomize(model)
+    with torch.no_grad():
+        graph = peers._Graph(CudnnStandIn(), None, torch.fx.symbolic_trace(model), x)
+        torch.testing.assert_close(graph(x), model(x))
+
+
+@pytest.mark.parametrize("number", [6, 24, 85])
+def test_what_cudnns_graph_has_not(number):
+    traced = torch.fx.symbolic_trace(PROBLEMS[number].small_model())
+    with pytest.raises(RuntimeError, match="none of this graph's operations"):
+        [peers._written(traced, node) for node in traced.graph.nodes if node.op.startswith("call_")]
 
 
 class Rounded(nn.Module):
