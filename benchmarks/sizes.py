@@ -1,6 +1,7 @@
 """Is what `fuse` runs at any size slower than eager or torch.compile? The layers of sizes.csv, on a GPU. One run, one table, one JSON file.
 
     python benchmarks/sizes.py [--rows 3,17-20] [--peers eager,compile] [--seconds 0.3] [--json FILE] [--picture FILE]
+    python benchmarks/sizes.py --seed 7      # 24 layers that nobody tuned for
     python benchmarks/sizes.py --draw RECORD --picture FILE
 
 A row of sizes.csv is a convolution with a tail (TAILS) as a layer of a real model has it. dtype tf32 is float32 where the library may round
@@ -20,6 +21,7 @@ import copy
 import csv
 import json
 import math
+import random
 import statistics
 import sys
 from pathlib import Path
@@ -91,6 +93,49 @@ def layers() -> list[dict]:
         | {"image": [int(extent) for extent in row["image"].split("x")]}
         for row in rows
     ]
+
+
+def drawn(seed: int, count: int = 24) -> list[dict]:
+    """Rows that a seed draws: 16 MB to 256 MB of results in float32, two thirds of them images."""
+    draw, found = random.Random(seed), []
+    while len(found) < count:
+        nd, kernel, stride = draw.choice((2, 2, 3)), draw.choice((1, 3, 3, 3, 5)), draw.choice((1, 1, 1, 2))
+        narrow = draw.random() < 0.25
+        channels = [
+            draw.choice((3, 8, 16) if narrow else (24, 32, 48, 64, 96, 128, 192, 256, 384, 512))
+            for _ in range(2)
+        ]
+        row = {"layer": "drawn", "batch": draw.choice((1, 2, 8, 16, 32, 64)), "channels_in": channels[0]}
+        row |= {
+            "channels_out": max(16, channels[1]),
+            "image": [draw.randint(7, 300 if nd == 2 else 64) for _ in range(nd)],
+        }
+        row |= {
+            "filter": min(kernel, 3) if nd == 3 else kernel,
+            "stride": stride,
+            "padding": draw.choice((0, kernel // 2)),
+        }
+        row |= {"dilation": 1, "dtype": draw.choice(("tf32", "bfloat16", "float32", "float16"))}
+        row |= {
+            "layout": draw.choice(("contiguous", "contiguous", "channels_last")),
+            "phase": draw.choice(("forward", "train")),
+        }
+        row["tail"] = draw.choice(
+            (
+                "relu",
+                "relu",
+                "none",
+                "group_norm_silu",
+                "instance_norm_leaky",
+                "mish_mish",
+                "scale_min",
+                "multiply_gelu",
+            )
+        )
+        results = row["batch"] * row["channels_out"] * math.prod(n // stride for n in row["image"])
+        if 1 << 22 <= results <= 1 << 26 and min(row["image"]) > row["filter"]:
+            found.append(row)
+    return found
 
 
 def build(row: dict, device: str) -> tuple[Layer, torch.Tensor]:
@@ -236,6 +281,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", help="numbers from 1 on, default: all")
+    parser.add_argument("--seed", type=int, help="rows that it draws, in place of the table's")
     parser.add_argument("--peers", default="eager,compile")
     parser.add_argument("--seconds", type=float, default=0.3, help="of each round, all contestants together")
     parser.add_argument("--json", metavar="FILE", type=Path)
@@ -245,7 +291,7 @@ def main() -> None:
     if options.draw:
         return picture(json.loads(options.draw.read_text())["rows"], options.picture)
     rows, peers = [], options.peers.split(",")
-    every = layers()
+    every = layers() if options.seed is None else drawn(options.seed)
     print(f"{'':75}{''.join(f'{name:>9}' for name in [*peers, 'ours'])}  factor")
     for number in chosen(options.rows, len(every)):
         rows.append(measure(every[number - 1], peers, "cuda", options.seconds))

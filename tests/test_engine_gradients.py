@@ -43,7 +43,6 @@ WITH_INPUT = [
     ((128, 5, 3, 2), (9, 70)),
     ((48, 17, 2, 5), (6, 128)),
     ((16, 70, 1, 4), (3, 140)),
-    ((64, 9, 3, 1), (3, 7)),
     ((64, 24, 3, 5), (4, 130)),
     ((16, 20, 2, 3), (5, 300)),
 ]
@@ -125,7 +124,7 @@ LAST = {"x": ("x",), "filters": ("filters",), "all": ("x", "filters")}
 
 
 @pytest.mark.parametrize("what", LAST)
-@pytest.mark.parametrize("sizes, architecture, dtype", ways(AROUND[:1] + AROUND[3:]), ids=str)
+@pytest.mark.parametrize("sizes, architecture, dtype", ways(AROUND[3:]), ids=str)
 def test_channels_last(sizes, architecture, dtype, what, ours):
     """Each as it lies; dz lies as eager's result, channels last, and the weight's gradient as the weight does."""
     filters, image, padding = sizes
@@ -422,8 +421,7 @@ def test_sizes_are_the_kernels(ours, monkeypatch):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("dtype", ["float", "bfloat16_t"])
-@pytest.mark.parametrize("architecture", ["80", "90a"])
+@pytest.mark.parametrize("architecture, dtype", [("80", "bfloat16_t"), ("90a", "float")])
 @pytest.mark.parametrize(
     "number, by, tf32, last",
     [(1, own.PACKED, True, 0), (43, own.PACKS, True, 0), (43, own.PACKS, False, 0), (43, own.PACKS, True, 1)],

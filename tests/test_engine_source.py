@@ -66,7 +66,7 @@ def test_problems(number, device):
         assert (like[0] | like[1] | run.y.isfinite() & exact.isfinite()).all()
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_programs(seed, device):
     if device == "cpu" and seed % 5:
         pytest.skip("compiled for a CPU by `make fuzz`")
@@ -228,12 +228,12 @@ SOME_POOLS = {
     "mean of volumes": nn.AvgPool3d(3, (2, 1, 2), (1, 1, 0)),
 }
 POOLS_ON_CPU = {"of a stem", "uneven", "with gaps", "uneven mean", "of volumes"}
-# Each in planes and channels last, of packs of one type or the other; in planes in 16 bits, too, one of each kind. Means of volumes a CPU's
+# Each in planes, every other one channels last, of packs of one type or the other; in planes in 16 bits, too, one of each kind. Means of volumes a CPU's
 # eager has in planes of float32 alone.
 POOLS = [
     *((pool, torch.float32, "planes") for pool in SOME_POOLS),
     *((pool, torch.bfloat16, "planes") for pool in ("of a stem", "uneven mean", "of volumes")),
-    *((pool, (torch.float32, torch.bfloat16)[i % 2], "channels last") for i, pool in enumerate([*SOME_POOLS][:-1])),
+    *((pool, (torch.float32, torch.bfloat16)[i % 2], "channels last") for i, pool in enumerate([*SOME_POOLS][:-1:2])),
 ]  # fmt: skip
 
 
@@ -614,19 +614,15 @@ def test_each_pass_goes_the_other_way(monkeypatch):
 @pytest.mark.parametrize(
     "number, value, architecture, last",
     [
-        (85, "half_t", "80", 0),
         (52, "float", "90a", 0),
-        (92, "double", "90a", 0),
         (92, "float", "90a", 0),
         (85, "bfloat16_t", "90a", 1),
         (52, "bfloat16_t", "90a", 1),
         (92, "float", "90a", 1),
         ("of a stem", "float", "90a", 0),
-        ("of a stem", "float", "90a", 1),
         ("of volumes", "bfloat16_t", "90a", 0),
         ("in front", "bfloat16_t", "90a", 0),
         ("over an axis", "bfloat16_t", "90a", 0),
-        ("over an axis", "float", "90a", 1),
     ],
 )
 def test_kernels_compile_without_spills(number, value, architecture, last, monkeypatch, tmp_path):

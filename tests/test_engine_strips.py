@@ -199,7 +199,7 @@ def test_results_larger_than_caches():
     assert y.nbytes > 24 << 20 and (y - truth).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3])
+@pytest.mark.parametrize("seed", [0, 3])
 def test_random_programs(seed):
     """More of them: tests/fuzz_engine.py --strips, with --as-used and without."""
     assert check_fused(seed, "cpu", STRIPS, as_used=seed > 1) == ""
