@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 import json
 import os
 import subprocess
@@ -89,6 +91,137 @@ def test_widths_beside_each_other(kind):
             warnings.simplefilter("error")
             assert runs(fast, x) == ["load"]
             assert_same(fast, model, x)
+
+
+# ------------------------------------------------------------------------------------------------- what a forward asks of values
+
+
+def doubled(x):
+    return x * 2 if isinstance(x, torch.Tensor) else x
+
+
+ASKED = {
+    "is_tensor": lambda m, x: F.relu(m.conv(x * 2 if torch.is_tensor(x) else x)),
+    "isinstance, elsewhere": lambda m, x: F.relu(m.conv(doubled(x))),
+    "of a size": lambda m, x: F.relu(m.conv(x * 2 if isinstance(x.shape[0], int) else x)),
+    "of a result": lambda m, x: F.relu(doubled(m.conv(x))),
+    "of results": lambda m, x: F.relu(m.conv(x * 2 if isinstance(x.split(1, 1), tuple) else x)),
+    "of a parameter": lambda m, x: F.relu(m.conv(x * 2 if isinstance(m.conv.weight, nn.Parameter) else x)),
+    "hasattr": lambda m, x: F.relu(m.conv(x * 2 if hasattr(x, "ndim") and not hasattr(x, "keys") else x)),
+    "axes": lambda m, x: F.relu(m.conv(x * 2 if x.ndim == x.dim() == len(x.shape) == 4 else x)),
+    "axes behind": lambda m, x: F.relu(m.conv(x)).mean((2, 3) if m.conv(x).ndim == 4 else 1),
+}
+
+
+class Asking(nn.Module):
+    def __init__(self, asks):
+        super().__init__()
+        self.conv, self.asks = nn.Conv2d(3, 4, 3), asks
+
+    def forward(self, x):
+        return self.asks(self, x)
+
+
+@pytest.mark.parametrize("asks", ASKED.values(), ids=ASKED)
+def test_questions_are_answered_as_for_tensors(asks):
+    model, x = Asking(asks), torch.randn(2, 3, 9, 8)
+    fast = fuse(copy.deepcopy(model))
+    assert "load" in runs(fast, x)
+    assert_same(fast, model, x)
+
+
+LEFT = {
+    "type": (lambda m, x: F.relu(m.conv(x * 2 if type(x) is torch.Tensor else x)), "compares type"),
+    "axes that drop out": (
+        lambda m, x: F.relu(m.conv(x.squeeze()) * (2 if x.squeeze().ndim == 3 else 1)),
+        "",
+    ),
+    "a value that isn't known": (lambda m, x: F.relu(m.conv(doubled(x.squeeze()))), "isn't known beforehand"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_questions_without_an_answer_leave_it_eager(name):
+    asks, reason = LEFT[name]
+    model = Asking(asks)
+    fast = fuse(copy.deepcopy(model))
+    for batch in (2, 1):
+        assert_same(fast, model, torch.randn(batch, 3, 9, 8))
+    assert reason in fast.plan(torch.randn(2, 3, 9, 8))[0].reason
+
+
+class Conditioned(nn.Module):
+    """A residual block of a diffusion model: what conditions it may be a tensor or a number, a batch's or one for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.other, self.project = (
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.Conv2d(4, 3, 1),
+            nn.Linear(5, 4),
+        )
+
+    def forward(self, x, t):
+        v = self.conv(x)
+        if torch.is_tensor(t):
+            v = v + self.project(t)[:, :, None, None] if t.ndim == 2 else v * t
+        else:
+            v = v * t
+        return x + self.other(F.silu(v))
+
+
+def test_other_inputs_have_shapes():
+    model = Conditioned()
+    fast = fuse(copy.deepcopy(model))
+    given = [
+        (1, torch.randn(1, 5)),
+        (4, torch.randn(4, 5)),
+        (4, torch.randn(1, 5)),
+        (2, torch.rand(2, 1, 6, 7)),
+        (2, torch.rand(1, 6, 7)),
+    ]
+    for batch, t in [*given, (2, 0.5), (2, 3)]:
+        x = torch.randn(batch, 3, 6, 7)
+        torch.testing.assert_close(fast(x, t), model(x, t))
+        torch.testing.assert_close(fast(x, t=t), model(x, t=t))
+        if isinstance(t, torch.Tensor) and t.dim() in (2, 4) and len(t) == batch and t.shape[-1] != 7:
+            assert [plan.runs for plan in fast.plan(x, t)] == ["load", "load"], str(fast.plan(x, t))
+
+
+@dataclasses.dataclass
+class Result(collections.OrderedDict):
+    y: torch.Tensor
+    twice: torch.Tensor | None = None
+
+
+@pytest.mark.parametrize(
+    "make", [lambda y: Result(y, y * 2), lambda y: collections.OrderedDict(y=y, n=1), lambda y: {"y": [y]}]
+)
+def test_results_are_of_their_class(make):
+    model, x = Asking(lambda m, x: make(F.relu(m.conv(x)))), torch.randn(2, 3, 9, 8)
+    fast = fuse(model)
+    assert runs(fast, x) == ["load"]
+    ours, theirs = fast(x), model(x)
+    assert (
+        type(ours) is type(theirs) and vars(ours).keys() == vars(theirs).keys()
+        if hasattr(theirs, "__dict__")
+        else True
+    )
+    torch.testing.assert_close(
+        *[[*(vars(each) or each).values()] if isinstance(each, Result) else each for each in (ours, theirs)]
+    )
+
+
+def test_filters_that_are_computed_are_left_alone():
+    def standardised(m, x):
+        weight = m.conv.weight
+        return F.relu(m.other(F.conv2d(x, (weight - weight.mean()) / weight.std())))
+
+    model, x = Asking(standardised), torch.randn(2, 3, 9, 8)
+    model.other = nn.Conv2d(4, 5, 3)
+    fast = fuse(copy.deepcopy(model))
+    assert [plan.reason for plan in fast.plan(x) if plan.runs == "eager"] == ["its weight is computed"]
+    assert_same(fast, model, x)
 
 
 def test_says_what_runs():

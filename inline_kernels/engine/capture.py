@@ -41,22 +41,24 @@ class Captured(NamedTuple):
     passed_by: frozenset[str]
 
 
-def capture(model: nn.Module, training: bool, x_dim: int, bare: bool = False) -> Captured:
-    """bare: do convolutions with a bias alone become segments, and norms without one? On a GPU PyTorch's take passes of their own. Raises
-    NotCaptured with the reason, and the line of the model's source where there is one."""
+def capture(
+    model: nn.Module, training: bool, x_dim: int, bare: bool = False, examples: tuple | None = None
+) -> Captured:
+    """bare: do convolutions with a bias alone become segments, and norms without one? On a GPU PyTorch's take passes of their own. examples: of
+    forward's arguments (examples.py), if there is a call. Raises NotCaptured with the reason, and the line of the model's source where there is one."""
     if training != model.training:
         raise ValueError(f"training={training}, and the model's own is {model.training}")
-    traced = trace(model)
+    traced = trace(model, x_dim, examples)
     passed_by = _without_identities(traced.graph, model)
-    context = Context(model, traced, x_dim, bare)
+    context = Context(model, traced, x_dim, bare, examples)
     remarks: dict[str, str] = {}
     grown: list[Growth] = []
     for node in traced.graph.nodes:
-        if node not in context.taken and conv_arguments(context, node) is not None:
-            try:
+        try:
+            if node not in context.taken and conv_arguments(context, node) is not None:
                 grown.append(grown_from(context, node))
-            except NotAccepted as reason:
-                remarks[name_of(node)] = str(reason)
+        except NotAccepted as reason:
+            remarks[name_of(node)] = str(reason)
     for node in traced.graph.nodes if bare and grown else ():
         if node not in context.taken and is_norm(context, node):
             with contextlib.suppress(NotAccepted):

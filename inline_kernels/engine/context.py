@@ -9,21 +9,22 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from . import ops
+from .examples import Values, example_of
 from .ops import NotAccepted
 from .segment import Conv
 from .tracing import has_hooks
 
 
 class Context:
-    """What growths share."""
+    """What growths share. examples: of forward's arguments (examples.py), if there is a call."""
 
-    def __init__(self, model: nn.Module, traced, x_dim: int, bare: bool):
-        self.model, self.traced, self.x_dim, self.bare = model, traced, x_dim, bare
+    def __init__(self, model: nn.Module, traced, x_dim: int, bare: bool, examples: tuple | None = None):
+        self.model, self.traced, self.x_dim, self.bare, self.examples = model, traced, x_dim, bare, examples
         self.nodes = list(traced.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.taken: set[fx.Node] = set()  # that segments have
         self.values: set[str] = set()
-        self._shapes: dict[fx.Node, tuple[int, ...]] | None = None
+        self._values: Values | None = None
 
     def attribute(self, name: str) -> Any:
         if name in self.traced.constants:
@@ -49,10 +50,18 @@ class Context:
         return self.attribute(name)
 
     def shape(self, node: fx.Node) -> tuple[int, ...] | None:
-        """The shape of a node's value for one example input; which axes have size 1 is taken from it. None: not known."""
-        if self._shapes is None:
-            self._shapes = _example_shapes(self)
-        return self._shapes.get(node)
+        """The shape of a node's value for examples; which axes have size 1 is taken from it. None: not known."""
+        if self._values is None:
+            self._values = self._of_examples()
+        value = self._values.of(node)
+        return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+    def _of_examples(self) -> Values:
+        convs = [a for a in map(lambda n: _safe_conv(self, n), self.nodes) if a]
+        weight = self.attribute(convs[0]["weight"]) if convs else next(self.model.parameters())
+        channels = weight.shape[1] * convs[0]["groups"] if convs else 1
+        given = self.examples or example_of(channels, self.x_dim)
+        return Values(self.traced.graph, self.attribute, given, weight.dtype)
 
 
 # ---- the convolution
@@ -148,63 +157,6 @@ def nothing_arguments(context: Context, norm: fx.Node) -> dict[str, Any]:
         padding_mode="zeros",
         is_nothing=True,
     )
-
-
-# ---- shapes of an example
-class _Unknown(Exception):
-    pass
-
-
-class _Shapes(fx.Interpreter):
-    """Runs the traced graph on meta tensors, as far as it goes."""
-
-    def __init__(self, context: Context):
-        super().__init__(nn.Module(), garbage_collect_values=False, graph=context.traced.graph)
-        self.context = context
-        self.shapes: dict[fx.Node, tuple[int, ...]] = {}
-
-    def run_node(self, node: fx.Node) -> Any:
-        try:
-            result = super().run_node(node)
-        except Exception:  # whatever can't be run on an example has no known shape
-            return None
-        if isinstance(result, torch.Tensor):
-            self.shapes[node] = tuple(result.shape)
-        return result
-
-    def fetch_args_kwargs_from_env(self, node: fx.Node):
-        if any(self.env.get(a) is None for a in node.all_input_nodes):
-            raise _Unknown
-        return super().fetch_args_kwargs_from_env(node)
-
-    def get_attr(self, target, args, kwargs):
-        held = self.context.attribute(target)
-        return held.detach().to("meta") if isinstance(held, torch.Tensor) else held
-
-    def call_module(self, target, args, kwargs):
-        module = self.context.attribute(target)
-        tensors = dict([*module.named_parameters(), *module.named_buffers()])
-        on_meta = {name: t.detach().to("meta") for name, t in tensors.items()}
-        return torch.func.functional_call(module, on_meta, args, kwargs)
-
-    def call_function(self, target, args, kwargs):
-        kwargs = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
-        return super().call_function(target, args, kwargs)
-
-
-def _example_shapes(context: Context) -> dict[fx.Node, tuple[int, ...]]:
-    convs = [a for a in map(lambda n: _safe_conv(context, n), context.nodes) if a]
-    if not convs:
-        return {}
-    weight = context.attribute(convs[0]["weight"])
-    channels = weight.shape[1] * convs[0]["groups"]
-    positions = {2: 224, 3: 64}[weight.dim() - 2]
-    x = torch.empty(2, channels, *[positions] * (weight.dim() - 2), dtype=weight.dtype, device="meta")
-    interpreter = _Shapes(context)
-    others = sum(n.op == "placeholder" for n in context.nodes) - 1
-    with torch.no_grad():
-        interpreter.run(x, *[None] * others)
-    return interpreter.shapes
 
 
 def _safe_conv(context: Context, node: fx.Node) -> dict[str, Any] | None:

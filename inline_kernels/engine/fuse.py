@@ -31,6 +31,7 @@ import inline_loader
 from inline_kernels.loader.operators import is_watched
 
 from . import compiled, support
+from .examples import examples
 from .guards import plain_class
 from .part import Options, options_of
 from .structure import Structure
@@ -237,13 +238,14 @@ def _fused_again(make: Callable, arguments: tuple, options: Options) -> nn.Modul
 def structure_of(fused: nn.Module, inputs: tuple, keywords: dict) -> Structure:
     """The capture that serves such inputs, as the model is now; captured where there is none."""
     x = inputs[0] if inputs and isinstance(inputs[0], Tensor) else _first_tensor(inputs, keywords)
-    kind = None if x is None else (x.dim(), x.device, x.dtype, x.is_cuda and not x.is_contiguous())
+    others = () if len(inputs) == 1 and not keywords else _broadcast(x, inputs, keywords)
+    kind = None if x is None else (x.dim(), x.device, x.dtype, x.is_cuda and not x.is_contiguous(), others)
     kept = getattr(fused, "_kept", ())
     for structure in kept:
         if structure.kind == kind and structure.holds(fused):
             break
     else:
-        return _captured(fused, kind)
+        return _captured(fused, kind, x, inputs, keywords)
     if structure is not kept[0]:
         _put_first(fused, structure)
     return structure
@@ -253,12 +255,26 @@ def _first_tensor(inputs: tuple, keywords: dict) -> Tensor | None:
     return next((each for each in (*inputs, *keywords.values()) if isinstance(each, Tensor)), None)
 
 
-def _captured(fused: nn.Module, kind: tuple | None) -> Structure:
+def _broadcast(x: Tensor | None, inputs: tuple, keywords: dict) -> tuple:
+    """Of each argument beside x, which of its axes behind the first have size 1; or its type."""
+    return tuple(
+        tuple([type(size) is int and size == 1 for size in each.shape[1:]])
+        if isinstance(each, Tensor)
+        else type(each)
+        for each in (*inputs, *keywords.values())
+        if each is not x
+    )
+
+
+def _captured(
+    fused: nn.Module, kind: tuple | None, x: Tensor | None, inputs: tuple, keywords: dict
+) -> Structure:
     with _capturing:
         for structure in getattr(fused, "_kept", ()):  # another thread's, meanwhile
             if structure.kind == kind and structure.holds(fused):
                 return structure
-        structure = Structure(fused, plain_class(type(fused)), kind)
+        given = examples(x, inputs, keywords) if kind and x.numel() else None  # compiled.py gives none
+        structure = Structure(fused, plain_class(type(fused)), kind, given)
         _put_first(fused, structure)
     return structure
 

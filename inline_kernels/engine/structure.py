@@ -24,13 +24,14 @@ from .tracing import has_hooks
 
 
 class Structure:
-    """The model as it was captured for inputs of a `kind`: (dimensions, device, dtype, is the first on a GPU, and not in planes?), or None.
+    """The model as it was captured for inputs of a `kind`: (dimensions, device, dtype, is the first on a GPU, and not in planes?, and along which axes
+    others are broadcast), or None. examples: as context.py has them.
 
     `run(model, *inputs)` is the captured code, None where there is none, for the `reason`; `watched` is the same where something sees
     operators by themselves: its segments, `plain`, give results as eager's do. `built`: have the kernels of the first call been built?
     """
 
-    def __init__(self, model: nn.Module, base: type, kind: tuple | None):
+    def __init__(self, model: nn.Module, base: type, kind: tuple | None, examples: tuple | None = None):
         self.kind, self.generation = kind, inline_loader.generation
         self.run = self.code = None
         self.parts: list[Part] = []
@@ -43,7 +44,7 @@ class Structure:
         self.reason, reads = _unfit(model, kind), {}
         captured = None
         if not self.reason:
-            captured, self.reason, reads = _capture(model, base, *kind[:2])
+            captured, self.reason, reads = _capture(model, base, *kind[:2], examples)
         segments = captured.segments if captured else []
         if captured and not segments:
             known = {**_altered(captured.module.graph, model), **captured.opaque, **captured.remarks}
@@ -86,7 +87,7 @@ class Structure:
 
     def _laid_out(self, model: nn.Module, captured) -> Sequence:
         """The segments that run (between.py)."""
-        _, device, _, last = self.kind
+        _, device, _, last, _ = self.kind
         return between.laid_out(captured, model) if device.type == "cuda" and not last else captured.segments
 
     def _parts(self, model: nn.Module, segments: Sequence) -> list[Part]:
@@ -258,7 +259,7 @@ def _unfit(model: nn.Module, kind: tuple | None) -> str:
 
 
 def _capture(
-    model: nn.Module, base: type, dimensions: int, device: torch.device
+    model: nn.Module, base: type, dimensions: int, device: torch.device, examples: tuple | None
 ) -> tuple[object, str, dict[str, set[str]]]:
     """What capture.py makes of the model's forward, or None and the reason; and which attributes were read."""
     with _disable_current_modes():
@@ -268,7 +269,8 @@ def _capture(
         except Exception as error:  # what a user's class does when it is derived from or copied
             return None, f"the model can't be copied: {type(error).__name__}: {error}", {}
         try:
-            captured = capture.capture(shadow, model.training, dimensions, bare=device.type == "cuda")
+            bare = device.type == "cuda"
+            captured = capture.capture(shadow, model.training, dimensions, bare=bare, examples=examples)
         except capture.NotCaptured as error:
             return None, str(error), reads
         reason = effects.found()

@@ -7,17 +7,25 @@ attributes that are floats, and calls of leaf modules as nodes. Nothing is writt
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
+import dis
+import functools
 import inspect
 import linecache
+import operator
 import random
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.fx.proxy import Scope, TracerBase
 from torch.overrides import TorchFunctionMode
+
+from .examples import UNKNOWN, Values, example_of
 
 
 class NotCaptured(Exception):
@@ -81,12 +89,44 @@ _FACTORIES = {
 }
 
 
+_NOT_USERS = {"torch", "inline_kernels", *sys.stdlib_module_names}
+
+
 class _Stopped(Exception):
     """Tracing can't go on, for this reason."""
 
 
 class _Proxy(fx.Proxy):
-    """torch.fx's records `x += y` as x + y, which is another thing where x is used again."""
+    """torch.fx's records `x += y` as x + y, which is another thing where x is used again. Its type says nothing of the value's, and it has no number of
+    axes, which inputs of a kind have in common."""
+
+    @property
+    def __class__(self):
+        return self.tracer.type_of(self) if self.tracer.asks(isinstance) else type(self)
+
+    def __getattr__(self, name: str):
+        if (
+            self.tracer.asks(isinstance)
+            or self.tracer.asks(hasattr)
+            and not hasattr(self.tracer.type_of(self), name)
+        ):
+            raise AttributeError(name)
+        if name in ("ndim", "dim") and isinstance(value := self.tracer.values.of(self.node), torch.Tensor):
+            return value.ndim if name == "ndim" else value.dim
+        return _Attribute(self, name)
+
+    @property
+    def keys(self):  # which torch.fx's own proxies have
+        return self.__getattr__("keys") if self.tracer.asks(hasattr) else super().keys
+
+    def __len__(self) -> int:
+        """Of a shape."""
+        value = self.tracer.values.of(self.node)
+        return len(value) if type(value) is torch.Size else super().__len__()
+
+
+class _Attribute(_Proxy, fx.proxy.Attribute):
+    """No node until it is used: as a method it is called."""
 
 
 class _TensorProxy(_Proxy):
@@ -116,13 +156,17 @@ def _in_place(target: Callable) -> Callable:
 
 
 for _name in ("iadd", "isub", "imul", "itruediv"):
-    setattr(_Proxy, f"__{_name}__", _in_place(getattr(sys.modules["operator"], _name)))
+    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
 class _Tracer(TracerBase):
-    def __init__(self, model: nn.Module, leaves: Collection[str]):
+    def __init__(self, model: nn.Module, leaves: Collection[str], x_dim: int, examples: tuple | None):
         super().__init__()
         self.graph = fx.Graph()
+        dtype = next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float32)
+        given = examples or example_of(_channels(model), x_dim)
+        self.values = Values(self.graph, lambda name: _attribute(self, name), given, dtype)
+        self.asked: tuple | None = None  # the frame that asks of what type a value is, and by which function
         self.scope, self.module_stack, self.node_name_to_scope = (
             Scope("", None),
             {},
@@ -139,6 +183,27 @@ class _Tracer(TracerBase):
         self.shadows: dict[int, nn.Module] = {}
         self.modes = _modes()
 
+    # ---- what a forward asks of a value's type
+    def asks(self, function: Callable) -> bool:
+        return self.asked is not None and self.asked[1] is function
+
+    def type_of(self, proxy: _Proxy) -> type:
+        if isinstance(proxy.__dict__.get("_tensor"), torch.Tensor):
+            return type(proxy._tensor)
+        value = self.values.of(proxy.node)
+        if value is UNKNOWN:
+            raise _Stopped("its forward asks for the type of a value that isn't known beforehand")
+        return type(value)
+
+    def look(self, frame, event: str, argument) -> None:
+        """As sys.setprofile calls it: does the user's code ask for a type?"""
+        if event == "call" and _is_users(frame) and _compares_types(frame.f_code):
+            raise _Stopped(f"{frame.f_code.co_name} compares type(…)")
+        if event == "c_call" and argument in (isinstance, hasattr) and _is_users(frame):
+            self.asked = frame, argument
+        elif event in ("c_return", "c_exception") and self.asked == (frame, argument):
+            self.asked = None
+
     # ---- what torch.fx asks of a tracer
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -149,13 +214,27 @@ class _Tracer(TracerBase):
         return super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
 
     def create_arg(self, a):
-        if isinstance(a, Named):
-            return a
+        if isinstance(a, (Named, fx.Proxy)):
+            return a if isinstance(a, Named) else a.node
         if isinstance(a, torch.Tensor):
             return self.get_attr(self.tensors.get(id(a)) or self.constant(a))
+        if isinstance(a, dict) and type(a) is not dict:
+            return self.made_again(a)
         if isinstance(a, nn.Module):
             raise _Stopped("a module is passed as an argument")
         return super().create_arg(a)
+
+    def made_again(self, a: dict) -> fx.Node:
+        """A call of the class that a dictionary is of: for torch.fx all are of one."""
+        if dataclasses.is_dataclass(a):
+            given = {field.name: getattr(a, field.name) for field in dataclasses.fields(a) if field.init}
+            return self.create_node(
+                "call_function", type(a), (), {k: self.create_arg(v) for k, v in given.items()}
+            )
+        if type(a) is collections.OrderedDict:
+            pairs = [(key, self.create_arg(value)) for key, value in a.items()]
+            return self.create_node("call_function", type(a), (pairs,), {})
+        raise _Stopped(f"its forward makes a {type(a).__name__}")
 
     def constant(self, a: torch.Tensor) -> str:
         for name, known in self.constants.items():
@@ -198,6 +277,34 @@ class _Tracer(TracerBase):
             or "forward" in module.__dict__
             or has_hooks(module)
         )
+
+
+def _channels(model: nn.Module) -> int:
+    """Of the images that its first convolution takes."""
+    first = next((m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d))), None)
+    return first.in_channels if first else 2
+
+
+def _attribute(tracer: _Tracer, name: str) -> Any:
+    if name in tracer.constants:
+        return tracer.constants[name]
+    return operator.attrgetter(name)(tracer.model)
+
+
+def _is_users(frame) -> bool:
+    """Is it neither torch's, nor Python's, nor ours? torch.is_tensor asks for somebody else."""
+    home = frame.f_globals.get("__name__", "").partition(".")[0]
+    return home not in _NOT_USERS or frame.f_code is torch.is_tensor.__code__
+
+
+@functools.cache
+def _compares_types(code) -> bool:
+    """Does it call type(…), of something else than self? Tracing can't see what of."""
+    found = [
+        each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PUSH_NULL", "PRECALL")
+    ]
+    after = zip(found, found[1:])
+    return any(a.opname == "LOAD_GLOBAL" and a.argval == "type" and b.argval != "self" for a, b in after)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -296,11 +403,12 @@ class Traced(NamedTuple):
     optional: dict[str, Any]
 
 
-def trace(model: nn.Module) -> Traced:
-    """The model's forward as it is now. A module that can't be traced through is called as a whole. Raises NotCaptured."""
+def trace(model: nn.Module, x_dim: int = 4, examples: tuple | None = None) -> Traced:
+    """The model's forward as it is now, of examples (examples.py) if there is a call, else of an x of so many dimensions. A module that can't be traced
+    through is called as a whole. Raises NotCaptured."""
     leaves: dict[str, str] = {}
     while True:
-        tracer = _Tracer(model, leaves)
+        tracer = _Tracer(model, leaves, x_dim, examples)
         drawn = _random_state()
         try:
             optional = _run(tracer)
@@ -334,11 +442,21 @@ def _run(tracer: _Tracer) -> dict[str, Any]:
         else:
             proxies.append(tracer.create_proxy("placeholder", name, (), {}))
     shadow = tracer.shadow(tracer.model)
-    with _Mode(tracer):
+    with _Mode(tracer), _looking(tracer):
         result = type(shadow).forward(shadow, *proxies)
     tracer.inlined.insert(0, "")
     tracer.create_node("output", "output", (tracer.create_arg(result),), {})
     return optional
+
+
+@contextlib.contextmanager
+def _looking(tracer: _Tracer) -> Iterator[None]:
+    before = sys.getprofile()
+    sys.setprofile(tracer.look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def _name_results_of_writes(graph: fx.Graph) -> None:
