@@ -100,6 +100,13 @@ def doubled(x):
     return x * 2 if isinstance(x, torch.Tensor) else x
 
 
+def swallowing(m, x):
+    try:
+        return 2.0 if isinstance(m.hooked(x), torch.Tensor) else 1.0
+    except Exception:
+        return 3.0
+
+
 ASKED = {
     "is_tensor": lambda m, x: F.relu(m.conv(x * 2 if torch.is_tensor(x) else x)),
     "isinstance, elsewhere": lambda m, x: F.relu(m.conv(doubled(x))),
@@ -116,7 +123,11 @@ ASKED = {
 class Asking(nn.Module):
     def __init__(self, asks):
         super().__init__()
-        self.conv, self.asks = nn.Conv2d(3, 4, 3), asks
+        self.conv, self.act, self.asks = nn.Conv2d(3, 4, 3), nn.ReLU(), asks
+        self.act.register_forward_hook(lambda *_: None)
+
+    def hooked(self, x):
+        return self.act(x)
 
     def forward(self, x):
         return self.asks(self, x)
@@ -136,7 +147,26 @@ LEFT = {
         lambda m, x: F.relu(m.conv(x.squeeze()) * (2 if x.squeeze().ndim == 3 else 1)),
         "",
     ),
-    "a value that isn't known": (lambda m, x: F.relu(m.conv(doubled(x.squeeze()))), "isn't known beforehand"),
+    "of what a module with hooks gives": (
+        lambda m, x: F.relu(m.conv(doubled(m.hooked(x)))),
+        "isn't known beforehand",
+    ),
+    "__class__": (
+        lambda m, x: F.relu(m.conv(x * 2 if x.__class__ is torch.Tensor else x)),
+        "reads __class__",
+    ),
+    "callable": (lambda m, x: F.relu(m.conv(x if callable(x) else x * 2)), "names callable"),
+    "dtype": (lambda m, x: F.relu(m.conv(x * 2 if x.dtype is torch.float32 else x)), "compares dtypes"),
+    "an old type": (
+        lambda m, x: F.relu(m.conv(x * 2 if isinstance(x, torch.FloatTensor) else x)),
+        "can't be followed",
+    ),
+    "all": (
+        lambda m, x: F.relu(m.conv(x * 2 if all(map(isinstance, [x], [torch.Tensor])) else x)),
+        "names isinstance",
+    ),
+    "a mark": (lambda m, x: F.relu(m.conv(x * 2 if not hasattr(x, "mark") else x)), "has the attribute mark"),
+    "swallowed": (lambda m, x: F.relu(m.conv(x * swallowing(m, x))), "isn't known beforehand"),
 }
 
 
@@ -186,6 +216,72 @@ def test_other_inputs_have_shapes():
         torch.testing.assert_close(fast(x, t=t), model(x, t=t))
         if isinstance(t, torch.Tensor) and t.dim() in (2, 4) and len(t) == batch and t.shape[-1] != 7:
             assert [plan.runs for plan in fast.plan(x, t)] == ["load", "load"], str(fast.plan(x, t))
+
+
+def test_inputs_without_a_shape_or_with_numbers_of_their_own():
+    class Given(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x, t):
+            return F.relu(self.conv(x.dequantize() if x.is_quantized else x))
+
+    model, x = Given(), torch.randn(2, 3, 9, 8)
+    fast, quantized = fuse(model), torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
+    for given in (
+        (x, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        (x, quantized),
+        (quantized, x),
+    ):
+        torch.testing.assert_close(fast(*given), model(*given))
+
+
+KINDS = {
+    "keywords": (
+        lambda m, x, a, b: m.conv(x) * (2 if isinstance(a, torch.Tensor) else 1),
+        [dict(a=None, b=1), dict(b=None, a=torch.ones(1))],
+    ),
+    "x twice": (
+        lambda m, x, a, b: m.conv(x) * (2 if isinstance(a, torch.Tensor) else 1),
+        [dict(a="x", b=None), dict(a=None, b="x")],
+    ),
+    "axes": (
+        lambda m, x, a, b: m.conv(x) * (2 if a.ndim == 1 else 1),
+        [dict(a=torch.ones(5), b=1), dict(a=torch.ones(2, 5), b=1)],
+    ),
+    "dtypes": (
+        lambda m, x, a, b: m.conv(x) * (2 if x[a].ndim == 5 else 1),
+        [dict(a=torch.zeros(2, 3).long(), b=1), dict(a=torch.ones(2, 3).bool(), b=1)],
+    ),
+    "numbers": (
+        lambda m, x, a, b: m.conv(x) * (2 if x.flatten(a).ndim == 2 else 1),
+        [dict(a=1, b=1), dict(a=2, b=1)],
+    ),
+    "None": (
+        lambda m, x, a, b: m.conv(x) if a is None else m.conv(x) + a,
+        [dict(a=None, b=1), dict(a=torch.ones(1), b=1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_known_of_one_call_is_not_taken_for_another(kind):
+    compute, calls = KINDS[kind]
+
+    class Computing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x, a, b):
+            return F.relu(compute(self, x, a, b))
+
+    model, x = Computing(), torch.randn(2, 3, 9, 8)
+    fast = fuse(model)
+    for given in calls:
+        given = {name: x if isinstance(each, str) else each for name, each in given.items()}
+        torch.testing.assert_close(fast(x, **given), model(x, **given))
 
 
 @dataclasses.dataclass

@@ -31,7 +31,7 @@ import inline_loader
 from inline_kernels.loader.operators import is_watched
 
 from . import compiled, support
-from .examples import examples
+from .examples import described, examples
 from .guards import plain_class
 from .part import Options, options_of
 from .structure import Structure
@@ -238,8 +238,8 @@ def _fused_again(make: Callable, arguments: tuple, options: Options) -> nn.Modul
 def structure_of(fused: nn.Module, inputs: tuple, keywords: dict) -> Structure:
     """The capture that serves such inputs, as the model is now; captured where there is none."""
     x = inputs[0] if inputs and isinstance(inputs[0], Tensor) else _first_tensor(inputs, keywords)
-    others = () if len(inputs) == 1 and not keywords else _broadcast(x, inputs, keywords)
-    kind = None if x is None else (x.dim(), x.device, x.dtype, x.is_cuda and not x.is_contiguous(), others)
+    given = type(x) if len(inputs) == 1 and not keywords else described(inputs, keywords)
+    kind = None if x is None else (x.dim(), x.device, x.dtype, x.is_cuda and not x.is_contiguous(), given)
     kept = getattr(fused, "_kept", ())
     for structure in kept:
         if structure.kind == kind and structure.holds(fused):
@@ -255,17 +255,6 @@ def _first_tensor(inputs: tuple, keywords: dict) -> Tensor | None:
     return next((each for each in (*inputs, *keywords.values()) if isinstance(each, Tensor)), None)
 
 
-def _broadcast(x: Tensor | None, inputs: tuple, keywords: dict) -> tuple:
-    """Of each argument beside x, which of its axes behind the first have size 1; or its type."""
-    return tuple(
-        tuple([type(size) is int and size == 1 for size in each.shape[1:]])
-        if isinstance(each, Tensor)
-        else type(each)
-        for each in (*inputs, *keywords.values())
-        if each is not x
-    )
-
-
 def _captured(
     fused: nn.Module, kind: tuple | None, x: Tensor | None, inputs: tuple, keywords: dict
 ) -> Structure:
@@ -273,7 +262,7 @@ def _captured(
         for structure in getattr(fused, "_kept", ()):  # another thread's, meanwhile
             if structure.kind == kind and structure.holds(fused):
                 return structure
-        given = examples(x, inputs, keywords) if kind and x.numel() else None  # compiled.py gives none
+        given = examples(x, inputs, keywords) if kind and any(x.shape) else None  # compiled.py has no sizes
         structure = Structure(fused, plain_class(type(fused)), kind, given)
         _put_first(fused, structure)
     return structure

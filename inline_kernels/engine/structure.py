@@ -24,8 +24,8 @@ from .tracing import has_hooks
 
 
 class Structure:
-    """The model as it was captured for inputs of a `kind`: (dimensions, device, dtype, is the first on a GPU, and not in planes?, and along which axes
-    others are broadcast), or None. examples: as context.py has them.
+    """The model as it was captured for inputs of a `kind`, or None: the first tensor's dimensions, device and dtype; is it on a GPU and not in planes?; its
+    type, or where there are others all arguments, `described`. examples: of the call (examples.py).
 
     `run(model, *inputs)` is the captured code, None where there is none, for the `reason`; `watched` is the same where something sees
     operators by themselves: its segments, `plain`, give results as eager's do. `built`: have the kernels of the first call been built?

@@ -125,8 +125,8 @@ def odd(name: str, t) -> str | None:
         return None
     if type(t) not in TRACED:
         return f"{name} is a {type(t).__name__}, a subclass of Tensor, which may give operators a meaning of its own"
-    if t.layout is not torch.strided:
-        return f"{name} is not strided"
+    if t.layout is not torch.strided or t.is_nested or t.is_quantized:
+        return f"{name} is {'nested' if t.is_nested else 'quantized' if t.is_quantized else 'not strided'}"
     return f"{name} is a view whose sign is a flag" if t.is_conj() or t.is_neg() else None
 
 

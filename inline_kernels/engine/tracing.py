@@ -10,14 +10,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import dis
-import functools
 import inspect
 import linecache
 import operator
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,8 @@ from torch import fx, nn
 from torch.fx.proxy import Scope, TracerBase
 from torch.overrides import TorchFunctionMode
 
-from .examples import UNKNOWN, Values, example_of
+from . import asking
+from .examples import FACTORIES, Values, example_of
 
 
 class NotCaptured(Exception):
@@ -68,61 +67,41 @@ for _name in (
     setattr(Named, f"__{_name}__", _noting(f"__{_name}__"))
 Named.is_integer, Named.as_integer_ratio, Named.hex = map(_noting, ("is_integer", "as_integer_ratio", "hex"))
 
-# Called without a proxy they would be computed once, and drawn once.
-_FACTORIES = {
-    getattr(torch, name)
-    for name in (
-        *(
-            "tensor",
-            "as_tensor",
-            "scalar_tensor",
-            "zeros",
-            "ones",
-            "full",
-            "empty",
-            "eye",
-            "arange",
-            "linspace",
-        ),
-        *("rand", "randn", "randint", "randperm", "normal", "bernoulli"),
-    )
-}
-
-
-_NOT_USERS = {"torch", "inline_kernels", *sys.stdlib_module_names}
-
 
 class _Stopped(Exception):
     """Tracing can't go on, for this reason."""
 
 
 class _Proxy(fx.Proxy):
-    """torch.fx's records `x += y` as x + y, which is another thing where x is used again. Its type says nothing of the value's, and it has no number of
-    axes, which inputs of a kind have in common."""
+    """torch.fx's records `x += y` as x + y, which is another thing where x is used again. To the user's code this one seems to be of the type of the value
+    that it stands for, whose number of axes is known."""
 
     @property
     def __class__(self):
-        return self.tracer.type_of(self) if self.tracer.asks(isinstance) else type(self)
+        frame = asking.asker(sys._getframe(1))
+        return type(self) if frame is None else self.tracer.seeming_class(self, frame)
 
     def __getattr__(self, name: str):
-        if (
-            self.tracer.asks(isinstance)
-            or self.tracer.asks(hasattr)
-            and not hasattr(self.tracer.type_of(self), name)
-        ):
+        if name == "_is_param":  # torch's isinstance of Parameter
+            return getattr(self.__dict__.get("_tensor"), name, False)
+        frame = asking.asker(sys._getframe(1))
+        if frame is not None and asking.asks_for(frame, name) and self.tracer.lacks(self, name):
             raise AttributeError(name)
-        if name in ("ndim", "dim") and isinstance(value := self.tracer.values.of(self.node), torch.Tensor):
-            return value.ndim if name == "ndim" else value.dim
+        if name in ("ndim", "dim") and (axes := self.tracer.axes_of(self)) is not None:
+            return axes if name == "ndim" else lambda: axes
         return _Attribute(self, name)
 
     @property
     def keys(self):  # which torch.fx's own proxies have
-        return self.__getattr__("keys") if self.tracer.asks(hasattr) else super().keys
+        frame = asking.asker(sys._getframe(1))
+        if frame is not None and asking.asks_for(frame, "keys") and self.tracer.lacks(self, "keys"):
+            raise AttributeError("keys")
+        return super().keys
 
     def __len__(self) -> int:
         """Of a shape."""
-        value = self.tracer.values.of(self.node)
-        return len(value) if type(value) is torch.Size else super().__len__()
+        axes = self.tracer.length_of(self)
+        return super().__len__() if axes is None else axes
 
 
 class _Attribute(_Proxy, fx.proxy.Attribute):
@@ -166,7 +145,7 @@ class _Tracer(TracerBase):
         dtype = next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float32)
         given = examples or example_of(_channels(model), x_dim)
         self.values = Values(self.graph, lambda name: _attribute(self, name), given, dtype)
-        self.asked: tuple | None = None  # the frame that asks of what type a value is, and by which function
+        self.stopped: _Stopped | None = None
         self.scope, self.module_stack, self.node_name_to_scope = (
             Scope("", None),
             {},
@@ -184,25 +163,68 @@ class _Tracer(TracerBase):
         self.modes = _modes()
 
     # ---- what a forward asks of a value's type
-    def asks(self, function: Callable) -> bool:
-        return self.asked is not None and self.asked[1] is function
+    def stop(self, reason: str) -> None:
+        """Whoever catches that, the trace isn't used."""
+        self.stopped = self.stopped or _Stopped(reason)
+        raise self.stopped
 
-    def type_of(self, proxy: _Proxy) -> type:
-        if isinstance(proxy.__dict__.get("_tensor"), torch.Tensor):
-            return type(proxy._tensor)
-        value = self.values.of(proxy.node)
-        if value is UNKNOWN:
-            raise _Stopped("its forward asks for the type of a value that isn't known beforehand")
-        return type(value)
+    def known(self, ask: Callable, node: fx.Node) -> Any:
+        """What examples say; nobody looks meanwhile, which takes several times as long."""
+        looks = sys.getprofile() == self.look
+        if looks:
+            sys.setprofile(None)
+        try:
+            return ask(node)
+        finally:
+            if looks:
+                sys.setprofile(self.look)
 
-    def look(self, frame, event: str, argument) -> None:
-        """As sys.setprofile calls it: does the user's code ask for a type?"""
-        if event == "call" and _is_users(frame) and _compares_types(frame.f_code):
-            raise _Stopped(f"{frame.f_code.co_name} compares type(…)")
-        if event == "c_call" and argument in (isinstance, hasattr) and _is_users(frame):
-            self.asked = frame, argument
-        elif event in ("c_return", "c_exception") and self.asked == (frame, argument):
-            self.asked = None
+    def seeming_class(self, proxy: _Proxy, frame) -> type:
+        """For isinstance, if that is what the user's frame calls."""
+        asked = asking.classes(frame)
+        if asked is None:
+            return type(proxy)
+        kind = self.kind_of(proxy)
+        if not asking.may_answer(asked, kind, type(proxy)):
+            self.stop("its forward asks for the type of a value in a way that can't be followed")
+        return kind
+
+    def kind_of(self, proxy: _Proxy) -> type:
+        if "_tensor" in proxy.__dict__:
+            return type(proxy.__dict__["_tensor"])
+        kind = self.known(self.values.kind_of, proxy.node)
+        if kind is None:
+            self.stop("its forward asks for the type of a value that isn't known beforehand")
+        return kind
+
+    def lacks(self, proxy: _Proxy, name: str) -> bool:
+        if "_tensor" in proxy.__dict__:
+            return not hasattr(proxy.__dict__["_tensor"], name)
+        found = asking.surely_lacks(self.kind_of(proxy), name)
+        if found is None:
+            self.stop(f"its forward asks whether a tensor has the attribute {name}")
+        return found
+
+    def axes_of(self, proxy: _Proxy) -> int | None:
+        return self.known(self.values.axes_of, proxy.node)
+
+    def length_of(self, proxy: _Proxy) -> int | None:
+        """Of the shape of a tensor whose number of axes is known."""
+        node = proxy.node
+        if node.op != "call_function" or node.target is not getattr or node.args[1] != "shape":
+            return None
+        return self.known(self.values.axes_of, node.args[0])
+
+    def look(self, frame, event: str, _) -> None:
+        """As sys.setprofile calls it: may the user's code tell a proxy from what it stands for, unseen?"""
+        if event == "call" and asking.is_users(frame) and (found := asking.obstacle(frame.f_code)):
+            self.stop(f"{frame.f_code.co_name} {found}")
+
+    def to_bool(self, proxy: fx.Proxy) -> bool:
+        self.stopped = self.stopped or _Stopped(
+            "symbolically traced variables cannot be used as inputs to control flow"
+        )
+        return super().to_bool(proxy)
 
     # ---- what torch.fx asks of a tracer
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -210,7 +232,7 @@ class _Tracer(TracerBase):
 
     def create_proxy(self, kind, target, args, kwargs, name=None, type_expr=None, proxy_factory_fn=None):
         if _modes() != self.modes:
-            raise _Stopped("gradients or autocast are switched inside of its forward")
+            self.stop("gradients or autocast are switched inside of its forward")
         return super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
 
     def create_arg(self, a):
@@ -218,23 +240,37 @@ class _Tracer(TracerBase):
             return a if isinstance(a, Named) else a.node
         if isinstance(a, torch.Tensor):
             return self.get_attr(self.tensors.get(id(a)) or self.constant(a))
-        if isinstance(a, dict) and type(a) is not dict:
-            return self.made_again(a)
         if isinstance(a, nn.Module):
-            raise _Stopped("a module is passed as an argument")
+            self.stop("a module is passed as an argument")
+        is_data = dataclasses.is_dataclass(a) and not isinstance(a, type)
+        if is_data or isinstance(a, dict) and type(a) is not dict:
+            return self.made_again(a)
+        if (
+            isinstance(a, (list, tuple))
+            and type(a) not in (list, tuple, torch.Size)
+            and not hasattr(a, "_fields")
+        ):
+            self.stop(f"its forward makes a {type(a).__name__}")
         return super().create_arg(a)
 
-    def made_again(self, a: dict) -> fx.Node:
-        """A call of the class that a dictionary is of: for torch.fx all are of one."""
+    def made_again(self, a: Any) -> fx.Node:
+        """A call of the class of a dictionary, or of a dataclass, which makes an equal one. For torch.fx all dictionaries are of one class."""
+        own = vars(a) if hasattr(a, "__dict__") else {}
         if dataclasses.is_dataclass(a):
-            given = {field.name: getattr(a, field.name) for field in dataclasses.fields(a) if field.init}
-            return self.create_node(
-                "call_function", type(a), (), {k: self.create_arg(v) for k, v in given.items()}
-            )
-        if type(a) is collections.OrderedDict:
+            fields = [field.name for field in dataclasses.fields(a)]
+            given = {name: getattr(a, name) for name in fields}
+            if (
+                {*own} <= {*fields}
+                and all(field.init for field in dataclasses.fields(a))
+                and _alike(type(a)(**given), a, fields)
+            ):
+                return self.create_node(
+                    "call_function", type(a), (), {k: self.create_arg(v) for k, v in given.items()}
+                )
+        elif type(a) is collections.OrderedDict and not own:
             pairs = [(key, self.create_arg(value)) for key, value in a.items()]
             return self.create_node("call_function", type(a), (pairs,), {})
-        raise _Stopped(f"its forward makes a {type(a).__name__}")
+        self.stop(f"its forward makes a {type(a).__name__}")
 
     def constant(self, a: torch.Tensor) -> str:
         for name, known in self.constants.items():
@@ -291,20 +327,12 @@ def _attribute(tracer: _Tracer, name: str) -> Any:
     return operator.attrgetter(name)(tracer.model)
 
 
-def _is_users(frame) -> bool:
-    """Is it neither torch's, nor Python's, nor ours? torch.is_tensor asks for somebody else."""
-    home = frame.f_globals.get("__name__", "").partition(".")[0]
-    return home not in _NOT_USERS or frame.f_code is torch.is_tensor.__code__
-
-
-@functools.cache
-def _compares_types(code) -> bool:
-    """Does it call type(…), of something else than self? Tracing can't see what of."""
-    found = [
-        each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PUSH_NULL", "PRECALL")
-    ]
-    after = zip(found, found[1:])
-    return any(a.opname == "LOAD_GLOBAL" and a.argval == "type" and b.argval != "self" for a, b in after)
+def _alike(one: Any, other: Any, fields: Sequence[str]) -> bool:
+    """Have they the same objects, as attributes and, if they are dictionaries, as items?"""
+    same = all(getattr(one, name) is getattr(other, name) for name in fields)
+    if not isinstance(other, dict):
+        return same
+    return same and one.keys() == other.keys() and all(one[key] is other[key] for key in other)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -385,7 +413,7 @@ class _Mode(TorchFunctionMode):
         self.tracer = tracer
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _FACTORIES:
+        if func in FACTORIES:  # without a proxy they would be computed once, and drawn once
             return self.tracer.create_proxy("call_function", func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -441,22 +469,29 @@ def _run(tracer: _Tracer) -> dict[str, Any]:
             optional[name] = parameter.default
         else:
             proxies.append(tracer.create_proxy("placeholder", name, (), {}))
+            if tracer.values.kind_of(proxies[-1].node) is type(None):  # which is all that it can be
+                proxies[-1] = None
     shadow = tracer.shadow(tracer.model)
-    with _Mode(tracer), _looking(tracer):
+    with _Mode(tracer), _looked_at(tracer):
         result = type(shadow).forward(shadow, *proxies)
+    if tracer.stopped:  # and the user's code went on
+        raise tracer.stopped
     tracer.inlined.insert(0, "")
     tracer.create_node("output", "output", (tracer.create_arg(result),), {})
     return optional
 
 
 @contextlib.contextmanager
-def _looking(tracer: _Tracer) -> Iterator[None]:
-    before = sys.getprofile()
-    sys.setprofile(tracer.look)
+def _looked_at(tracer: _Tracer) -> Iterator[None]:
+    """The code that runs, unless somebody else looks."""
+    looks = sys.getprofile() is None
+    if looks:
+        sys.setprofile(tracer.look)
     try:
         yield
     finally:
-        sys.setprofile(before)
+        if looks:
+            sys.setprofile(None)
 
 
 def _name_results_of_writes(graph: fx.Graph) -> None:
