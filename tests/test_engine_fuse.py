@@ -141,7 +141,23 @@ def test_questions_are_answered_as_for_tensors(asks):
     assert_same(fast, model, x)
 
 
+def matching(x):
+    match x:
+        case torch.Tensor():
+            return x * 2
+    return x
+
+
+def tensors():
+    return [torch.Tensor]
+
+
 LEFT = {
+    "of a class that is computed": (
+        lambda m, x: F.relu(m.conv(x * 2 if isinstance(x, tensors()[0]) else x)),
+        "can't be followed",
+    ),
+    "patterns": (lambda m, x: F.relu(m.conv(matching(x))), "matches patterns"),
     "type": (lambda m, x: F.relu(m.conv(x * 2 if type(x) is torch.Tensor else x)), "compares type"),
     "axes that drop out": (
         lambda m, x: F.relu(m.conv(x.squeeze()) * (2 if x.squeeze().ndim == 3 else 1)),
@@ -240,7 +256,7 @@ def test_inputs_without_a_shape_or_with_numbers_of_their_own():
 KINDS = {
     "keywords": (
         lambda m, x, a, b: m.conv(x) * (2 if isinstance(a, torch.Tensor) else 1),
-        [dict(a=None, b=1), dict(b=None, a=torch.ones(1))],
+        [dict(a=None, b=torch.ones(1)), dict(b=None, a=torch.ones(1))],
     ),
     "x twice": (
         lambda m, x, a, b: m.conv(x) * (2 if isinstance(a, torch.Tensor) else 1),
