@@ -1,8 +1,6 @@
-// The element types of one build, for nvcc and for the host compiler alike.
-// A build serves one combination of dtypes, chosen by -D flags: VALUE_T is what the convolution yields and
-// OUTPUT_T what the model returns (float, double, half_t or bfloat16_t); INDEX_T holds an index that backward
-// needs; PARAMETER_T, by default accumulate_t, are a generated tail's parameters. Sums use accumulate_t.
-// Other macros of a build may stand before this header: it has few names.
+// The element types of one build, by -D flags, for nvcc and the host compiler: VALUE_T, what the convolution
+// yields; OUTPUT_T, what the model returns (float, double, half_t or bfloat16_t); INDEX_T, an index for
+// backward; PARAMETER_T, a generated tail's parameters, by default accumulate_t, which sums use.
 #pragma once
 #include <stdint.h>
 #include <type_traits>
@@ -17,9 +15,11 @@
 using half_t = __half;
 using bfloat16_t = __nv_bfloat16;
 #define HOST_DEVICE __host__ __device__ __forceinline__
+// A result as it is stored. A byte holds a small whole number, and needs no slow conversion.
+template <class T> __device__ __forceinline__ T rounded(float v) { return T(v); }
+template <> __device__ __forceinline__ uint8_t rounded(float v) { return __float_as_uint(v + 8388608.f); }
 #else
-#ifndef WITHOUT_HALVES  // defined for sources that name none, because these headers take half a second to
-                        // compile
+#ifndef WITHOUT_HALVES  // defined for sources that name none: half a second's headers
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 using half_t = c10::Half;
@@ -37,7 +37,6 @@ using bfloat16_t = c10::BFloat16;
 #ifndef INDEX_T
 #define INDEX_T int32_t
 #endif
-
 using value_t = VALUE_T;
 using output_t = OUTPUT_T;
 using index_t = INDEX_T;
@@ -46,13 +45,6 @@ using accumulate_t = std::conditional_t<std::is_same_v<value_t, double>, double,
 using parameter_t = PARAMETER_T;
 #else
 using parameter_t = accumulate_t;
-#endif
-// A result as it is stored: a byte, which holds a small whole number, without a slow conversion.
-#ifdef __CUDACC__
-template <class T> __device__ __forceinline__ T rounded(float value) {
-  if constexpr (sizeof(T) == 1) return T(__float_as_uint(value + 8388608.f));
-  else return T(value);
-}
 #endif
 // What results are compared with, as eager rounds it.
 HOST_DEVICE accumulate_t bound(double x) { return accumulate_t(output_t(accumulate_t(x))); }
