@@ -44,7 +44,6 @@ WITH_INPUT = [
     ((48, 17, 2, 5), (6, 128)),
     ((16, 70, 1, 4), (3, 140)),
     ((64, 24, 3, 5), (4, 130)),
-    ((16, 20, 2, 3), (5, 300)),
 ]
 
 
@@ -124,7 +123,7 @@ LAST = {"x": ("x",), "filters": ("filters",), "all": ("x", "filters")}
 
 
 @pytest.mark.parametrize("what", LAST)
-@pytest.mark.parametrize("sizes, architecture, dtype", ways(AROUND[3:]), ids=str)
+@pytest.mark.parametrize("sizes, architecture, dtype", ways(AROUND[4:]), ids=str)
 def test_channels_last(sizes, architecture, dtype, what, ours):
     """Each as it lies; dz lies as eager's result, channels last, and the weight's gradient as the weight does."""
     filters, image, padding = sizes

@@ -157,7 +157,6 @@ FORWARD, BACKWARD = ("forward", "forward_saving"), ("backward", "backward_input"
         ("float", (64, 8, 3, 3), (4, 4), 128, FORWARD + BACKWARD, "80", 64),
         ("float", (48, 5, 2, 3), (2, 3), 300, FORWARD, "90a", 512),
         ("float", (128, 16, 8, 1), (2, 7), 40, ("forward",), "80", 1024),  # there is no room to keep
-        ("float", (128, 16, 4, 3), (3, 5), 60, BACKWARD, "90a", None),
         ("float", (16, 1, 25, 1), (8, 8), 60, BACKWARD, "80", None),
     ],
     ids=str,
