@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -152,7 +153,22 @@ def tensors():
     return [torch.Tensor]
 
 
+@functools.singledispatch
+def dispatched(x):
+    return x
+
+
+@dispatched.register
+def _(x: torch.Tensor):
+    return x * 2
+
+
 LEFT = {
+    "what proxies have": (
+        lambda m, x: F.relu(m.conv(x if hasattr(x, "node") else x * 2)),
+        "asks for node",
+    ),
+    "singledispatch": (lambda m, x: F.relu(m.conv(dispatched(x))), "can't be followed"),
     "of a class that is computed": (
         lambda m, x: F.relu(m.conv(x * 2 if isinstance(x, tensors()[0]) else x)),
         "can't be followed",
@@ -194,6 +210,23 @@ def test_questions_without_an_answer_leave_it_eager(name):
     for batch in (2, 1):
         assert_same(fast, model, torch.randn(batch, 3, 9, 8))
     assert reason in fast.plan(torch.randn(2, 3, 9, 8))[0].reason
+
+
+def test_nothing_is_captured_while_a_profiler_watches():
+    """Which is there afterwards; then the model is captured."""
+    model, x, seen = Asking(ASKED["is_tensor"]), torch.randn(2, 3, 9, 8), []
+    fast = fuse(copy.deepcopy(model))
+    look = lambda frame, event, _: seen.append(event)  # noqa: E731
+    sys.setprofile(look)
+    try:
+        (plan,) = fast.plan(x)
+        y = fast(x)
+        assert sys.getprofile() is look and seen
+    finally:
+        sys.setprofile(None)
+    assert plan.runs == "eager" and "a profiler watches" in plan.reason
+    torch.testing.assert_close(y, model(x))
+    assert "load" in runs(fast, x)
 
 
 class Conditioned(nn.Module):

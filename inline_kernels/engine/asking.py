@@ -17,25 +17,33 @@ import sys
 from typing import Any
 
 import torch
+from torch import fx
 
-_OTHERS = {"numpy", *sys.stdlib_module_names}
+_OURS, _PYTHONS = {"torch", "inline_kernels"}, {"numpy", *sys.stdlib_module_names}
 _CONTAINERS = {*dir(dict), *dir(list), *dir(str)}  # tensors don't have what only those have
 
 
 def asker(frame) -> Any:
     """The user's frame that asks, through Python's own; torch.is_tensor's; or None: it is torch's or ours."""
     while frame is not None:
-        home = frame.f_globals.get("__name__", "").partition(".")[0]
-        if home in ("torch", "inline_kernels") and frame.f_code.co_name != "__instancecheck__":
+        if _home(frame) in _OURS and frame.f_code.co_name != "__instancecheck__":
             return frame if frame.f_code is torch.is_tensor.__code__ else None
-        if home not in {"torch", *_OTHERS}:
+        if is_users(frame):
             return frame
         frame = frame.f_back
     return None
 
 
 def is_users(frame) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] not in {"torch", "inline_kernels"} | _OTHERS
+    return _home(frame) not in _OURS | _PYTHONS
+
+
+def is_pythons(frame) -> bool:
+    return _home(frame) in _PYTHONS
+
+
+def _home(frame) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def classes(frame) -> list[type] | None:
@@ -60,10 +68,7 @@ def asks_for(frame, name: str) -> bool:
     if not {"hasattr", "getattr"} & {*frame.f_code.co_names}:
         return False
     call = _call(frame)
-    return call is not None and (getattr(call.func, "id", ""), len(call.args)) in (
-        ("hasattr", 2),
-        ("getattr", 3),
-    )
+    return call is None or (getattr(call.func, "id", ""), len(call.args)) in (("hasattr", 2), ("getattr", 3))
 
 
 def surely_lacks(kind: type, name: str) -> bool | None:
@@ -131,10 +136,12 @@ def _classes(value: Any) -> list[type]:
 
 
 # ---- what can't be seen once it runs
-_UNSEEN = {"callable", "singledispatch", "Callable"}
-_SEEN = (
-    {"isinstance", "hasattr"} if sys.version_info >= (3, 11) else set()
-)  # where they are called, which NULL says
+# Where they are called, which NULL says from Python 3.11 on.
+_SEEN = {"isinstance", "hasattr"} if sys.version_info >= (3, 11) else set()
+
+
+# What a proxy has and a tensor hasn't; tracing.py sees to the method keys.
+_PROXYS = {*dir(fx.Proxy), "node", "tracer"} - {*dir(torch.Tensor), "keys"}
 
 
 @functools.lru_cache(4096)
@@ -152,10 +159,12 @@ def obstacle(code) -> str | None:
             return "reads __class__"
         if each.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
             continue
-        if each.argval in _UNSEEN or each.argval in _SEEN and "NULL" not in each.argrepr:
+        if each.argval == "callable" or each.argval in _SEEN and "NULL" not in each.argrepr:
             return f"names {each.argval}"
         if each.argval == "type" and not _is_harmless(found[i + 1 : i + 4]):
             return "compares type(…)"
+    if {"hasattr", "getattr"} & {*code.co_names} and (asked := _PROXYS & {*filter(_is_text, code.co_consts)}):
+        return f"asks for {min(asked)}"
     names = [each.argval for each in found if each.opname in ("LOAD_ATTR", "LOAD_METHOD")]
     if "dtype" in names and any(_compares_attributes(found[i - 1], each) for i, each in enumerate(found)):
         return "compares dtypes by `is`"
@@ -171,6 +180,10 @@ def _is_harmless(behind: list) -> bool:
     ):
         return False
     return behind[0].argval == "self" or (behind[2].opname, behind[2].argval) == ("LOAD_ATTR", "__name__")
+
+
+def _is_text(constant: object) -> bool:
+    return isinstance(constant, str)
 
 
 def _compares_attributes(before, instruction) -> bool:

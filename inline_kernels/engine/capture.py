@@ -50,7 +50,7 @@ def capture(
         raise ValueError(f"training={training}, and the model's own is {model.training}")
     traced = trace(model, x_dim, examples)
     passed_by = _without_identities(traced.graph, model)
-    context = Context(model, traced, x_dim, bare, examples)
+    context = Context(model, traced, x_dim, bare)
     remarks: dict[str, str] = {}
     grown: list[Growth] = []
     for node in traced.graph.nodes:

@@ -9,30 +9,23 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from . import ops
-from .examples import Values, example_of
 from .ops import NotAccepted
 from .segment import Conv
-from .tracing import has_hooks
+from .tracing import attribute, has_hooks
 
 
 class Context:
-    """What growths share. examples: of forward's arguments (examples.py), if there is a call."""
+    """What growths share."""
 
-    def __init__(self, model: nn.Module, traced, x_dim: int, bare: bool, examples: tuple | None = None):
-        self.model, self.traced, self.x_dim, self.bare, self.examples = model, traced, x_dim, bare, examples
+    def __init__(self, model: nn.Module, traced, x_dim: int, bare: bool):
+        self.model, self.traced, self.x_dim, self.bare = model, traced, x_dim, bare
         self.nodes = list(traced.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.taken: set[fx.Node] = set()  # that segments have
         self.values: set[str] = set()
-        self._values: Values | None = None
 
     def attribute(self, name: str) -> Any:
-        if name in self.traced.constants:
-            return self.traced.constants[name]
-        value: Any = self.model
-        for part in name.split("."):
-            value = getattr(value, part)
-        return value
+        return attribute(self.model, self.traced.constants, name)
 
     def is_parameter(self, name: str) -> bool:
         """Is it one by its place? torch.func.functional_call puts other tensors there."""
@@ -51,17 +44,8 @@ class Context:
 
     def shape(self, node: fx.Node) -> tuple[int, ...] | None:
         """The shape of a node's value for examples; which axes have size 1 is taken from it. None: not known."""
-        if self._values is None:
-            self._values = self._of_examples()
-        value = self._values.of(node)
+        value = self.traced.examples.of(node)
         return tuple(value.shape) if isinstance(value, torch.Tensor) else None
-
-    def _of_examples(self) -> Values:
-        convs = [a for a in map(lambda n: _safe_conv(self, n), self.nodes) if a]
-        weight = self.attribute(convs[0]["weight"]) if convs else next(self.model.parameters())
-        channels = weight.shape[1] * convs[0]["groups"] if convs else 1
-        given = self.examples or example_of(channels, self.x_dim)
-        return Values(self.traced.graph, self.attribute, given, weight.dtype)
 
 
 # ---- the convolution
@@ -157,10 +141,3 @@ def nothing_arguments(context: Context, norm: fx.Node) -> dict[str, Any]:
         padding_mode="zeros",
         is_nothing=True,
     )
-
-
-def _safe_conv(context: Context, node: fx.Node) -> dict[str, Any] | None:
-    try:
-        return conv_arguments(context, node)
-    except NotAccepted:
-        return None

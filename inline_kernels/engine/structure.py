@@ -20,7 +20,7 @@ from .guards import Guards, SideEffects, recorded
 from .operator import EDITED, Decision, weightless
 from .part import Asked, Counts, Part, building, called, options_of
 from .support import NOT_THE_MODEL
-from .tracing import has_hooks
+from .tracing import has_hooks, watched
 
 
 class Structure:
@@ -41,7 +41,8 @@ class Structure:
         # Shared with the parts, from which there is no way here.
         self.asked, self.stale, self.counts = Asked(model), types.SimpleNamespace(is_so=False), Counts()
         self.settings = timed.settings() if options_of(model).tune else None
-        self.reason, reads = _unfit(model, kind), {}
+        self.reason, reads = watched() or _unfit(model, kind), {}
+        self.stale.is_so = bool(watched())  # the next call asks again
         captured = None
         if not self.reason:
             captured, self.reason, reads = _capture(model, base, *kind[:2], examples)

@@ -15,7 +15,7 @@ import linecache
 import operator
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,11 @@ from .examples import FACTORIES, Values, example_of
 
 class NotCaptured(Exception):
     """Why a model can't be captured: a sentence, with the line of its source where there is one."""
+
+
+def watched() -> str | None:
+    """Why no model can be captured now: who profiles this thread can't always be put back; or None."""
+    return None if sys.getprofile() is None else "a profiler watches this thread, as tracing would"
 
 
 class Named(float):
@@ -78,24 +83,23 @@ class _Proxy(fx.Proxy):
 
     @property
     def __class__(self):
-        frame = asking.asker(sys._getframe(1))
-        return type(self) if frame is None else self.tracer.seeming_class(self, frame)
+        here = sys._getframe(1)
+        frame = asking.asker(here)
+        return (
+            type(self) if frame is None else self.tracer.seeming_class(self, frame, asking.is_pythons(here))
+        )
 
     def __getattr__(self, name: str):
         if name == "_is_param":  # torch's isinstance of Parameter
             return getattr(self.__dict__.get("_tensor"), name, False)
-        frame = asking.asker(sys._getframe(1))
-        if frame is not None and asking.asks_for(frame, name) and self.tracer.lacks(self, name):
-            raise AttributeError(name)
+        self.tracer.check(self, name, asking.asker(sys._getframe(1)))
         if name in ("ndim", "dim") and (axes := self.tracer.axes_of(self)) is not None:
             return axes if name == "ndim" else lambda: axes
         return _Attribute(self, name)
 
     @property
     def keys(self):  # which torch.fx's own proxies have
-        frame = asking.asker(sys._getframe(1))
-        if frame is not None and asking.asks_for(frame, "keys") and self.tracer.lacks(self, "keys"):
-            raise AttributeError("keys")
+        self.tracer.check(self, "keys", asking.asker(sys._getframe(1)))
         return super().keys
 
     def __len__(self) -> int:
@@ -144,7 +148,7 @@ class _Tracer(TracerBase):
         self.graph = fx.Graph()
         dtype = next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float32)
         given = examples or example_of(_channels(model), x_dim)
-        self.values = Values(self.graph, lambda name: _attribute(self, name), given, dtype)
+        self.values = Values(self.graph, lambda name: attribute(model, self.constants, name), given, dtype)
         self.stopped: _Stopped | None = None
         self.scope, self.module_stack, self.node_name_to_scope = (
             Scope("", None),
@@ -179,13 +183,13 @@ class _Tracer(TracerBase):
             if looks:
                 sys.setprofile(self.look)
 
-    def seeming_class(self, proxy: _Proxy, frame) -> type:
-        """For isinstance, if that is what the user's frame calls."""
+    def seeming_class(self, proxy: _Proxy, frame, by_python: bool) -> type:
+        """For isinstance, if that is what the user's frame calls. by_python: does code of Python's own ask, as functools.singledispatch does?"""
         asked = asking.classes(frame)
-        if asked is None:
+        if asked is None and not by_python:
             return type(proxy)
         kind = self.kind_of(proxy)
-        if not asking.may_answer(asked, kind, type(proxy)):
+        if not asking.may_answer(asked or [], kind, type(proxy)):
             self.stop("its forward asks for the type of a value in a way that can't be followed")
         return kind
 
@@ -196,6 +200,11 @@ class _Tracer(TracerBase):
         if kind is None:
             self.stop("its forward asks for the type of a value that isn't known beforehand")
         return kind
+
+    def check(self, proxy: _Proxy, name: str, frame) -> None:
+        """Raises AttributeError where the user's frame asks whether there is that attribute, and there is none."""
+        if frame is not None and asking.asks_for(frame, name) and self.lacks(proxy, name):
+            raise AttributeError(name)
 
     def lacks(self, proxy: _Proxy, name: str) -> bool:
         if "_tensor" in proxy.__dict__:
@@ -321,10 +330,9 @@ def _channels(model: nn.Module) -> int:
     return first.in_channels if first else 2
 
 
-def _attribute(tracer: _Tracer, name: str) -> Any:
-    if name in tracer.constants:
-        return tracer.constants[name]
-    return operator.attrgetter(name)(tracer.model)
+def attribute(model: nn.Module, constants: Mapping[str, torch.Tensor], name: str) -> Any:
+    """What a node get_attr or call_module is about."""
+    return constants[name] if name in constants else operator.attrgetter(name)(model)
 
 
 def _alike(one: Any, other: Any, fields: Sequence[str]) -> bool:
@@ -429,6 +437,7 @@ class Traced(NamedTuple):
     inlined: tuple[str, ...]
     opaque: dict[str, str]
     optional: dict[str, Any]
+    examples: Values  # of its nodes
 
 
 def trace(model: nn.Module, x_dim: int = 4, examples: tuple | None = None) -> Traced:
@@ -450,7 +459,9 @@ def trace(model: nn.Module, x_dim: int = 4, examples: tuple | None = None) -> Tr
         _name_results_of_writes(tracer.graph)
         values = tracer.noted | _used_by_value(tracer)
         inlined = tuple(dict.fromkeys(tracer.inlined))
-        return Traced(tracer.graph, tracer.constants, frozenset(values), inlined, leaves, optional)
+        return Traced(
+            tracer.graph, tracer.constants, frozenset(values), inlined, leaves, optional, tracer.values
+        )
 
 
 def _run(tracer: _Tracer) -> dict[str, Any]:
@@ -483,15 +494,14 @@ def _run(tracer: _Tracer) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _looked_at(tracer: _Tracer) -> Iterator[None]:
-    """The code that runs, unless somebody else looks."""
-    looks = sys.getprofile() is None
-    if looks:
-        sys.setprofile(tracer.look)
+    """The code that runs."""
+    if reason := watched():
+        raise _Stopped(reason)
+    sys.setprofile(tracer.look)
     try:
         yield
     finally:
-        if looks:
-            sys.setprofile(None)
+        sys.setprofile(None)
 
 
 def _name_results_of_writes(graph: fx.Graph) -> None:
