@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inline_kernels import fuse
 from inline_kernels.bench import checks, compare
@@ -148,6 +151,58 @@ def test_not_where_gradients_follow(gpu, monkeypatch):  # noqa: F811
     model, fast, x = pair(MODELS["bias"])
     torch.testing.assert_close(fast(x), model(x))
     assert not library.calls
+
+
+class Watching(TorchDispatchMode):
+    """Sees operators by themselves."""
+
+    def __torch_dispatch__(self, function, types, given=(), named=None):
+        return function(*given, **(named or {}))
+
+
+@pytest.mark.parametrize("watched", ["nothing", "forward and backward", "backward"])
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("name", ["bias", "no bias", "added first, no bias", "two"])
+def test_in_16_bits_a_mask_is_read_from_y(name, last, watched, gpu, monkeypatch):  # noqa: F811
+    """Which eager keeps, too: forward is the library's alone, and nothing else is kept. NaN passes, and what is changed in place is seen, as eager's is."""
+    gpu()
+    library = Library(monkeypatch)
+    torch.manual_seed(0)
+    layout = torch.channels_last if last else torch.contiguous_format
+    if not last:
+        monkeypatch.setattr(inside.layouts, "fastest", lambda *given: inside.layouts.TURNED)
+    model = MODELS[name]().to(torch.bfloat16, memory_format=layout)
+    x = torch.randn(2, 8, 9, 10).to(torch.bfloat16, memory_format=layout)
+    x[0, :, 4] = float("nan")
+    fast, kept = fuse(model), []
+    fast(x)
+    library.calls.clear()
+    nobody = contextlib.nullcontext
+    around = Watching if watched == "forward and backward" else nobody
+    around_backward = nobody if watched == "nothing" else Watching
+    found = []
+    for each in (fast, model):
+        own = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        with around():
+            y = each(own)
+        dy = torch.ones_like(y)
+        dy[0, :, :, 3] = 2.0
+        with around_backward():
+            found.append(
+                [y.clone(), *torch.autograd.grad(y, [own, *each.parameters()], dy, retain_graph=True)]
+            )
+        with torch.no_grad():
+            y += 1.0
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(dy)
+    for ours, eagers in zip(*found):
+        torch.testing.assert_close(ours, eagers, rtol=0.02, atol=0.02, equal_nan=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        fast(x.requires_grad_())
+    assert {t.dtype for t in kept} == {torch.bfloat16}
+    if watched != "forward and backward":
+        assert bool(library.calls) == last
+        assert (inside.WORDS in str(fast.plan(x))) == last
 
 
 @pytest.mark.parametrize("layout", [inside.layouts.PLANES, inside.layouts.FOR_TF32])

@@ -45,9 +45,9 @@ from .graph import ELEMENTS, Node
 from .launching import Entry, Launch
 from .passes import Array, Key, Planes, Program, Unsupported
 from .scalars import instructions
-from .schedule import backward, forward, spends
+from .schedule import backward, forward, reads_y, spends
 
-__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "reads_y", "requests", "saved", "spends"]
 
 BY_SIZES = True
 _READING = 4  # instructions that take a value at an element's place

@@ -187,6 +187,7 @@ class _Run:
         self.turns = layouts.turning_all(filters)
         # Places of the values that backward reads, and of results without gradients.
         kept = {i for step, places in zip(steps, chain.read) if step.saving for i in places}
+        kept |= {chain.count + i for i, step in enumerate(steps) if step.saving and step.plan.keeps_result}
         self.kept, self.drops = sorted(kept), [[i for i in own if i not in kept] for own in chain.drops]
         self.constant = [i for i in chain.results if not steps[i - chain.count].saving]
         # By part: what it runs, what picks its tensors, what turns filters first (not all at once: until then there is memory for others), and drops.
@@ -245,7 +246,7 @@ class _BackStep(NamedTuple):
     """Backward of a part. wanted: of its tensors that need gradients the numbers, and their places; pick: gives its tensors of what forward saved;
     kept: what it saved itself there; spent: what of that it uses up; frees: what nobody reads behind it there; result: its place; filters: where
     those are of what forward saved; weight: their place, if no other part has them; unread: of its last tensors, which are not among those, shapes and
-    dtypes."""
+    dtypes; own_result: where the result is of what forward saved, if backward reads it."""
 
     step: Step
     wanted: Sequence[tuple[int, int]]
@@ -258,6 +259,7 @@ class _BackStep(NamedTuple):
     filters: int
     weight: int | None
     unread: Sequence[tuple]
+    own_result: int | None
 
 
 class _Back:
@@ -278,16 +280,16 @@ class _Back:
                 reads += [reads[0]] * (
                     len(places) - len(read)
                 )  # x stands for what isn't read, but where that is watched
-                frees = [*free.intersection(reads), *range(kept.start, kept.stop)]
-                free.difference_update(reads)
+                own_result = at[result] if step.plan.keeps_result else None
+                frees = [*free.intersection((*reads, own_result)), *range(kept.start, kept.stop)]
+                free.difference_update(frees)
                 weight = run.weights[number] if run.weights.count(run.weights[number]) == 1 else None
                 wanted = [(i, place) for i, place in enumerate(places) if asked[place]]
                 spent = [kept.start + i for i in step.plan.spends]
                 pick, filters = _picking(reads), at[run.weights[number]]
                 unread = run.unread[number]
-                steps.append(
-                    _BackStep(step, wanted, own, pick, kept, spent, frees, result, filters, weight, unread)
-                )
+                about = step, wanted, own, pick, kept, spent, frees, result, filters, weight, unread
+                steps.append(_BackStep(*about, own_result))
         self.steps, self.size = steps[::-1], run.count + len(run.steps)
         self.turns = self.turns_back = None  # once backward has run
 
@@ -308,6 +310,8 @@ class _Back:
                 continue
             spent = each.spent and not watched and are_nobody_elses(given, each.spent)
             a, saved, shared = each.pick(given) + each.step.constants, given[each.kept], each.step.shared
+            if each.own_result is not None:
+                saved.append(given[each.own_result])
             if watched:
                 made = [a[0].new_zeros(shape, dtype=dtype) for shape, dtype in each.unread]
                 behind = len(a) - len(each.step.constants)

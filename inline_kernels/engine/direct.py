@@ -53,7 +53,7 @@ from .mainloops import Job, Mainloop
 from .passes import MANY, Array, Program, Root, Unsupported
 from .scalars import compared, instructions
 
-__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "reads_y", "requests", "saved", "spends"]
 
 # Fewer results are left to the library (on an H200): in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
@@ -635,4 +635,4 @@ def spends(plan: Plan) -> Sequence[int]:
     return schedule.spends(plan.back)
 
 
-saved = schedule.saved  # the shapes and dtypes of what is kept
+saved, reads_y = schedule.saved, schedule.reads_y  # the shapes and dtypes of what is kept

@@ -37,6 +37,7 @@ from .scalars import SCALARS
 LEAF_KINDS = {
     "z": "the convolution's result without its bias",
     "dy": "the adjoint of the segment's result",
+    "y": "the segment's result, which backward finds",
     "parameter": "a tensor with a gradient, by channel or one number",
     "buffer": "a tensor without one: running statistics",
     "input": "a tensor from outside the segment: a residual",

@@ -1,5 +1,6 @@
-"""A tail that a GPU's library runs inside its convolution where no gradient follows: y = relu(v + bias + another tensor), channels last, or in planes
-where the library convolves so; or channels last in 16 bits y = v + bias of filters of one place, which is a product of matrices.
+"""A tail that a GPU's library runs inside its convolution: y = relu(v + bias + another tensor), channels last, or in planes where the library
+convolves so; or channels last in 16 bits y = v + bias of filters of one place, which is a product of matrices. Where a gradient follows, it is what
+backward makes of y that decides (programs.py): in 16 bits a ReLU's mask.
 
 Then no pass over v is left, and y mostly takes no longer than v alone (benchmarks/NOTES.md). PyTorch has it as cudnn_convolution_relu,
 cudnn_convolution_add_relu and addmm. Whether the library has a kernel for the very sizes and settings that is as exact as eager, keeps NaN as
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from inline_kernels.loader.operators import is_watched
 
-from . import between, depthwise, layouts, library, support
+from . import between, depthwise, layouts, library, programs, support
 from .cases import Case
 from .graph import ELEMENTS, Node, Space
 
@@ -65,8 +66,10 @@ def _terms(node: Node) -> list[Node]:
 def runs(case: Case) -> bool:
     """Does the library run it so, with arguments like these? False, too, where it can't be asked and hasn't been: while a graph is captured or code
     is traced, or where there is no memory for it; and in deterministic mode, for it is timed, too."""
-    known = _relu and case.device == "cuda" and not (case.saving or case.exact_order)
+    known = _relu and case.device == "cuda" and not case.exact_order
     tail = tail_of(case.segment) if known and torch.backends.cudnn.enabled else None
+    if tail and case.saving and not _gives_all(case):
+        return False
     if tail is None or torch.are_deterministic_algorithms_enabled() or not _fits(case, tail):
         return False
     if tail.bias is None and support.capturing():  # zeros stand for it, which would be written at each replay
@@ -81,6 +84,12 @@ def runs(case: Case) -> bool:
                 return False
             _answers[key] = _asked(x, weight, how, *kind)
         return _answers[key]
+
+
+def _gives_all(case: Case) -> bool:
+    """Does backward need nothing of forward but y?"""
+    composed = programs.composed_of(case.segment, programs.kind_for(case))
+    return composed.reads_y and not composed.saved
 
 
 def _reductions() -> tuple[bool, bool]:

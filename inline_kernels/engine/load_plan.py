@@ -78,12 +78,12 @@ class Plan:
 
     @functools.cached_property
     def given_lie(self) -> Sequence[tuple[int, torch.memory_format]]:
-        """dy, and what forward saves, counted."""
+        """dy, and what backward finds behind it, counted."""
         last = library.CHANNELS_LAST[2 + self.segment.graph.dimensions]
         of_y = has_channels(self.segment.outputs[0].space)
         are_last = [
             bool(self.turns_y) or self.last and of_y,
-            *[self.last and a.name == "v" for a in self.composed.saved],
+            *[self.last and a.name in ("v", "y") for a in self.composed.given],
         ]
         return [*enumerate([last if each else torch.contiguous_format for each in are_last])]
 

@@ -25,6 +25,7 @@ TYPES = {
     "seed": "int64_t",
 }
 SCRATCH, KEPT = (Array(name, "double", Space(False, False, "")) for name in ("scratch", "kept"))
+RESULT = Array("y", "output", ELEMENTS)  # of forward, where backward reads it
 PASSES = Array(
     "passes", "mask", Space(False, False, "")
 )  # 1: a gradient passes; 2: and that of the filters isn't finite

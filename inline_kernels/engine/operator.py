@@ -59,7 +59,8 @@ class Decision(NamedTuple):
 
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward and saved, as
-# schedule.py says, and spends, where backward uses up what was saved; requests and plan raise Unsupported with the reason where it can't.
+# schedule.py says, and spends, where backward uses up what was saved, and reads_y, where it reads y, too; requests and plan raise Unsupported with the
+# reason where it can't.
 # BY_SIZES: it runs where sizes suit it, and is left out where one operator serves all sizes.
 SCHEDULES: dict[str, object] = {
     "fused": composed,
@@ -106,6 +107,13 @@ class First:
 
     def saved(self, case: Case) -> list:
         return self._of(case).saved(case)
+
+    def reads_y(self, case: Case) -> bool:
+        return _reads_y(self._of(case), case)
+
+
+def _reads_y(schedule: object, case: Case) -> bool:
+    return case.saving and hasattr(schedule, "reads_y") and schedule.reads_y(case)
 
 
 def _gives_last(plan: object) -> bool:
@@ -175,6 +183,7 @@ class SegmentOperator:
             backward=self.backward,
             gradients=self._gradients,
             plan=self._plan,
+            keeps_result=self._keeps_result,
         )
 
     def fields_of(self, names: Names) -> dict[str, str]:
@@ -232,7 +241,11 @@ class SegmentOperator:
         dx_format = library.result_format(a[0], a[self.inputs], True)
         layout = Layout(like, case.last and _gives_last(inner))
         spends = self.schedule.spends(inner) if saving and self.is_told else ()
-        return SimpleNamespace(inner=inner, layout=layout, dx_format=dx_format, spends=spends)
+        keeps, known = _reads_y(self.schedule, case), {"layout": layout, "dx_format": dx_format}
+        return SimpleNamespace(inner=inner, spends=spends, keeps_result=keeps, **known)
+
+    def _keeps_result(self, a: tuple) -> bool:
+        return _reads_y(self.schedule, self._case(a, True, DTYPES[a.dtype], self.reference.like(a)))
 
     def backward(
         self,

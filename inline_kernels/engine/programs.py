@@ -26,7 +26,7 @@ lock = threading.Lock()  # one at a time for a graph, whoever rewrites it
 
 class Composed(NamedTuple):
     """A segment's passes and their text for one kind of arguments. `saved`: tensors from forward to backward, in their order; `gradients`: the
-    root of each tensor's gradient, by leaf."""
+    root of each tensor's gradient, by leaf; reads_y: does backward read y, which is there anyway, in a mask's place?"""
 
     text: str
     forward: Program
@@ -36,6 +36,12 @@ class Composed(NamedTuple):
     saved: list[Array]
     gradients: dict[Node, Root | None]
     own: source.Own
+    reads_y: bool = False
+
+    @property
+    def given(self) -> list[Array]:
+        """What backward finds behind dy."""
+        return [*self.saved, *[naming.RESULT] * self.reads_y]
 
     @property
     def programs(self) -> list[Program]:
@@ -53,6 +59,7 @@ class Kind(NamedTuple):
     operand: bool = False  # is y the next convolution's?
     spends_v: bool = False  # may forward write over v, once nobody needs that?
     turns_y: bool = False  # may passes turn y, as Case has it? If they all can, forward's `turns` is "y", and backward's "dy"
+    reads_y: bool = False  # may backward read y in the place of a ReLU's mask? In 16 bits it reads a byte more of an element, and forward writes one less
 
 
 def kind_for(case: Case) -> Kind:
@@ -61,7 +68,10 @@ def kind_for(case: Case) -> Kind:
     operand = case.segment.result == between.OPERAND
     is_own = case.device == "cpu" and not case.segment.conv.is_nothing  # else v is x
     spends_v = is_own and case.x.dtype in (torch.float32, torch.float64)
-    return Kind(case.device, case.saving, channels, case.exact_order, own, operand, spends_v, case.turns_y)
+    in_16_bits = case.x.dtype == case.dtype and case.dtype.itemsize == 2
+    reads_y = case.device == "cuda" and case.saving and in_16_bits and not case.turns_y
+    own_way = case.device, case.saving, channels, case.exact_order, own, operand, spends_v, case.turns_y
+    return Kind(*own_way, reads_y)
 
 
 def composed_of(segment, kind: Kind) -> Composed:
@@ -134,7 +144,8 @@ def _compose(segment, kind: Kind) -> Composed:
     text = source.compose(
         programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns, own
     )
-    return Composed(text, ahead, names, back, back_names, saved, gradients, own)
+    reads_y = bool(back) and any(leaf.is_leaf("y") for leaf in back.leaves())
+    return Composed(text, ahead, names, back, back_names, saved, gradients, own, reads_y)
 
 
 def _picking(own: source.Own, root: Root | None) -> source.Own:
@@ -194,6 +205,10 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
             of = "value"
         gradients[leaf] = roots.setdefault((node, leaf.space, of), Root(name, node, leaf.space, of))
     kept = _kept([root.node for root in roots.values()], z)
+    if kind.reads_y and not only_v:
+        known = _masks_by_result(y, past.was(y), kept)
+        roots = {key: root._replace(node=replaced(root.node, known)) for key, root in roots.items()}
+        kept = _kept([root.node for root in roots.values()], z)
     own = _OfPickedV(graph, z, kept)
     roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
     kept = _kept([root.node for root in roots.values()], z)
@@ -226,6 +241,22 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
     program.gate = gate and (gate[0], given[gate[1]])
     arrays |= {past.now(node): array for node, array in (given | of_nodes).items()}
     return program, [(array, node) for node, array in arrays.items()], gradients
+
+
+def _masks_by_result(y: Node, then: Node, kept: Sequence[Node]) -> dict[Node, Node]:
+    """Where a ReLU gives y: its mask, if that is kept, and the same said of y. then: y of parameters as they were."""
+    if then.op != "relu" or then.space != ELEMENTS or (mask := then.args[0].le(0.0)) not in kept:
+        return {}
+    return {mask: y.graph.leaf("y", y.space, "y").le(0.0)}
+
+
+def replaced(node: Node, known: dict[Node, Node]) -> Node:
+    """The node, of what `known` gives for some beneath, in which all that was made is kept then."""
+    if known and node not in known:
+        args = [replaced(a, known) for a in node.args]
+        same = all(a is b for a, b in zip(args, node.args))
+        known[node] = node if same else node.graph.make(node.op, *args, attr=node.attr, space=node.space)
+    return known.get(node, node)
 
 
 def _gate(graph, roots: Sequence[Node], z: Node) -> tuple[Node, Node] | None:
@@ -444,6 +475,11 @@ def names_of(segment, program: Program) -> naming.Names:
             incoming[node] = Array("seed", "seed", Space(False, False, ""))
         else:
             own = naming.identifier(name)
-            array = {"z": ("v", "value"), "dy": ("dy", "output"), "input": (own, "value")}
+            array = {
+                "z": ("v", "value"),
+                "dy": ("dy", "output"),
+                "y": ("y", "output"),
+                "input": (own, "value"),
+            }
             incoming[node] = Array(*array.get(kind, (own, "parameter")), node.space)
     return naming.Names(incoming, scalars, random)

@@ -2,7 +2,7 @@
 
     plan = schedule.plan(Case(segment, arguments, saving=True, dtype=torch.float32))
     y, *saved = schedule.forward(plan, arguments)
-    gradients = schedule.backward(plan, dy, arguments, saved, needs)
+    gradients = schedule.backward(plan, dy, arguments, saved, needs)  # of saved, and y behind it where `reads_y` says so
 
 `arguments`: as in cases.py. y and dy are contiguous; their shape is the caller's, what counts is the order of their elements. Running
 statistics are written in place. What is computed, and what forward saves, programs.py says; which arrays there are at given sizes, load_plan.py;
@@ -44,7 +44,7 @@ from .load_words import backward_in_words, in_words
 from .passes import Array, Program, Unsupported
 from .programs import composed_of, kind_for
 
-__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "reads_y", "requests", "saved", "spends"]
 
 
 def _build(case: Case) -> dict:
@@ -333,6 +333,11 @@ def spends(plan: Plan) -> Sequence[int]:
     return () if plan.strips else [i for i, a in enumerate(plan.composed.saved) if a.space.level]
 
 
+def reads_y(case: Case) -> bool:
+    """Does backward read y, behind what forward saved?"""
+    return case.saving and composed_of(case.segment, kind_for(case)).reads_y
+
+
 def gradient_requests(plan: Plan, arguments: Sequence, needs: Sequence[bool]) -> list[dict]:
     """What backward for that builds once it runs: kernels of our own for the gradients of x and the weight."""
     x, weight, program = arguments[0], arguments[plan.weight_at], plan.composed.backward
@@ -374,7 +379,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
         return Back(None, plan.weight_at + len(segment.parameters))
-    own, given, shapes = bool(own and dw and divided), ["dy", *[array.name for array in composed.saved]], {}
+    own, given, shapes = bool(own and dw and divided), ["dy", *[array.name for array in composed.given]], {}
     names, converted = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters], []
     for i, (root, t) in enumerate(zip(map(roots.get, names), arguments)):
         if root and (shapes.setdefault(root.name, t.shape), dtype_of(plan, root)) != (t.shape, t.dtype):
@@ -455,17 +460,18 @@ def saved(case: Case) -> list[tuple[list[int], torch.dtype, torch.memory_format]
     if any(a.parts is not None for a in arrays):
         _divide(found, case.arguments)
     shapes = [shape_of(found, found.composed.forward, a) for a in arrays]
-    return [*zip(shapes, [dtype_of(found, a) for a in arrays], [lies for _, lies in found.given_lie[1:]])]
+    lies = [layout for _, layout in found.given_lie[1:]]
+    return [*zip(shapes, [dtype_of(found, a) for a in arrays], lies)]
 
 
 def describe(case: Case, own: str | None = None, done: int | None = None) -> str:
     """What a plan for it runs, in words; nothing is built. own: what convolves in the library's place; done: the pass that it does, too. Raises
     Unsupported."""
-    if own is None and inside.runs(case):
+    is_inside, found = own is None and inside.runs(case), Plan.of(case)
+    if is_inside and not case.saving:
         return inside.WORDS
-    found = Plan.of(case)
     _set_layout(found, case, own is not None)
     _divide(found, case.arguments)
     by = f"{own} writes v" if own else depthwise.in_words(case.segment, case.x, case.weight)
     behind = backward_in_words(found, case.x, case.weight) if case.saving else ""
-    return in_words(found, by, own, done, behind)
+    return inside.WORDS + behind if is_inside else in_words(found, by, own, done, behind)

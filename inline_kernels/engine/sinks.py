@@ -47,7 +47,7 @@ from .passes import Array, Key, Planes, Program, Root, Small, Unsupported
 from .sink_calls import local
 from .sink_text import Pass, Sink
 
-__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "reads_y", "requests", "saved", "spends"]
 
 BY_SIZES = True
 BYTES_A_SECOND = 4.3e12  # an H200's, as rates are
@@ -586,4 +586,4 @@ def forward(plan: Launch | load_plan.Plan, arguments: Sequence) -> list[Tensor]:
     return plan.run(arguments) if isinstance(plan, Launch) else schedule.forward(plan, arguments)
 
 
-backward, saved, spends = schedule.backward, schedule.saved, schedule.spends
+backward, saved, spends, reads_y = schedule.backward, schedule.saved, schedule.spends, schedule.reads_y

@@ -7,14 +7,14 @@ backward follows, sinks.py has what the first pass over v makes, sums mostly, ta
 
 from __future__ import annotations
 
-from . import direct, load_plan, programs, schedule, sinks
+from . import direct, inside, load_plan, programs, schedule, sinks
 from .between import KEPT
 from .cases import Case
 from .graph import ELEMENTS, Graph
-from .schedule import Unsupported, backward, forward, saved, spends
+from .schedule import Unsupported, backward, forward, reads_y, saved, spends
 from .segment import Segment
 
-__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "spends"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "reads_y", "requests", "saved", "spends"]
 
 BY_SIZES = True
 
@@ -55,6 +55,8 @@ def alone(case: Case) -> Case:
 
 def of_convolution(case: Case) -> list[dict]:
     """What direct builds for the convolution alone. Raises Unsupported."""
+    if inside.runs(case):
+        raise Unsupported("the library runs the tail inside its convolution")
     last = _writes_last(case)
     if last and not load_plan.is_last(case, _composed(case)):
         raise Unsupported("v would lie channels last, and passes read planes")

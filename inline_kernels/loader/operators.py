@@ -52,6 +52,7 @@ def declare(
     backward: Callable | None = None,
     gradients: Callable | None = None,
     plan: Callable | None = None,
+    keeps_result: Callable | None = None,
 ) -> Operator:
     """The operator `inline_kernels::<name>`. Declared again (an edited cell), it is the new one.
 
@@ -67,10 +68,11 @@ def declare(
     plan(*arguments, saving): what need not be decided anew for arguments with the same shapes, strides, dtypes, devices, alignment and
         numbers: sizes, a tiling, which build of the kernels. It looks at no tensor's values, and at nothing Drawn. forward and backward are given what
         it returns as the keyword `plan`. It is remembered until kernels are reloaded, as after an edit.
+    keeps_result(*arguments) -> bool: does backward take the result, too, as the last of what is saved? A plan says the same by its attribute of that name.
 
     Raises TypeError if a parameter of forward is annotated otherwise, or a tensor or what is Drawn comes after a number.
     """
-    return Operator(name, forward, shapes, backward, gradients, plan)
+    return Operator(name, forward, shapes, backward, gradients, plan, keeps_result)
 
 
 def constant_to_tracers(function: Callable) -> Callable:
@@ -124,7 +126,7 @@ class Operator:
     `registered` is the operator that PyTorch knows. `saves`: does forward save something for backward?
     """
 
-    def __init__(self, name: str, forward, shapes, backward, gradients, plan):
+    def __init__(self, name: str, forward, shapes, backward, gradients, plan, keeps_result=None):
         parameters = inspect.signature(forward, eval_str=True).parameters
         types = {p.name: p.annotation for p in parameters.values() if p.kind is not p.KEYWORD_ONLY}
         together = next(iter(types.values()), None)
@@ -148,13 +150,14 @@ class Operator:
         # What every function here takes. _make would count the arguments, as `__call__` and the schema do.
         self._arguments = functools.partial(tuple.__new__, together or tuple)
         if not together:
-            forward, shapes, gradients, plan = map(_taking_one, (forward, shapes, gradients, plan))
+            own = forward, shapes, gradients, plan, keeps_result
+            forward, shapes, gradients, plan, keeps_result = map(_taking_one, own)
         self.saves, self._make_plan, self._plans = "saving" in parameters, plan, {}
         call = _forward_of(forward, bool(plan), self.saves)
         # Launchers refuse what would lose its gradient.
         self._call = call if backward else torch.no_grad()(call)
         self._backward = backward and _backward_of(backward, bool(plan), bool(together))
-        self._shapes, self._gradients = shapes, gradients
+        self._shapes, self._gradients, self._keeps_result = shapes, gradients, keeps_result
         function = _differentiable(self) if backward else None
         self._differentiable = function and function.apply
         # The same without its look for torch.func, 4 µs of a call: for who knows that nothing watches.
@@ -214,6 +217,12 @@ class Operator:
             return lambda *varying: self.run(*varying, *constants)
         call, arguments = self._call, self._arguments
         return lambda *varying: call(arguments(varying + constants), plan=plan, saving=False)[0]
+
+    def keeps_result(self, arguments: Sequence, plan: object) -> bool:
+        """plan: None, if it isn't known."""
+        if plan is not None:
+            return getattr(plan, "keeps_result", False)
+        return bool(self._keeps_result and self._keeps_result(self._arguments(arguments)))
 
     def save(self, *arguments, plan: object = None) -> list[Tensor]:
         """The result, and what backward needs beside the arguments."""
@@ -408,6 +417,8 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
         else:
             plan = operator.plan(arguments, True)
             result, *saved = call(arguments_of(arguments), plan=plan, saving=True)
+        if operator.keeps_result(arguments, plan):
+            saved.append(result)
         # What ctx.save_for_backward and ctx.set_materialize_grads do, without two calls.
         ctx.to_save, ctx.materialize_grads = (*varying[:count], *saved), False
         ctx.plan, ctx.numbers = plan, arguments[count:]
