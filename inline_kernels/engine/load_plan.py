@@ -174,14 +174,14 @@ def parts_of(plan: Plan, program: Program, number: int) -> int:
     sums = any(key.what != "value" for key in each.targets)
     if plan.last or turned and source.sums_alone(program, number):  # LastPlane's, or LastRows'
         packs = -(-plan.sizes.C // (4 if sums else pack))
-        lanes = _lanes_across(packs)
+        lanes = _lanes_across(packs) if sums else _lanes_of_points(packs)
         most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
         planes = plan.sizes.N * side_by_side
         if sums:  # a lane has eight positions, of which it reads four at once; by channel more, because a block's last sums take as long as those
             return _few(_shares(-(-most // 8), planes, _WAVES if each.by_sample else _WAVE), planes)
         if each.by_sample:
             return max(_shares(most, planes, _WAVES), most // 4)
-        return max(_shares(most, planes, _WAVE), _shares(most // 4, planes, 2 * _WAVE))
+        return max(_shares(most, planes, _WAVE), _shares(most // 4, planes, _WAVES))
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
         side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
@@ -213,6 +213,17 @@ def _lanes_across(packs: int) -> int:
     most = min(32, 1 << (packs - 1).bit_length())
     few = [lanes for lanes in (most, most // 2, most // 4, most // 8) if lanes >= min(4, most)]
     return min(few, key=lambda lanes: -(-packs // lanes) * lanes)
+
+
+def _lanes_of_points(packs: int) -> int:
+    """The same, where nothing is summed."""
+    tiles = range(-(-packs // 256), max(-(-packs // 256), packs // 32) + 1)
+    best = most = 0
+    for lanes in [-(-packs // each) for each in tiles]:
+        busy = packs / -(-packs // lanes) * (256 // lanes)
+        if busy > 1.05 * most:
+            best, most = lanes, busy
+    return best
 
 
 def _shares(most: int, planes: int, blocks: int) -> int:

@@ -1,6 +1,6 @@
 // All instructions that C++ has no words for: tensor cores' products of float16 or bfloat16 fragments, copies
-// to shared memory in the background, barriers there. From sm_80 on; what needs sm_90a stands under
-// TENSOR_CORE_WGMMA. tests/emulation has a version without a GPU.
+// to shared memory in the background, barriers there. From sm_80 on, matrices of shared memory from sm_75 on;
+// what needs sm_90a stands under TENSOR_CORE_WGMMA. tests/emulation has a version without a GPU.
 //
 // Fragments of D (16×8) += A (16×16)·B (16×8), lane = 4 g + t; a register holds two neighbours, the first in
 // its low half:
@@ -39,6 +39,30 @@ template <int kCount> __device__ __forceinline__ void load_shared(uint32_t* to, 
                  : "memory");
 }
 
+// Four 8×8 matrices of 16-bit elements; lane 8 i + r gives the address of row r (16 bytes) of matrix i. Rows
+// that are columns of B make a register of its fragment.
+__device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same, each transposed: rows that are rows of B, or columns of A, make a register of its fragment.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(address)
+               : "memory");
+}
+// Two of them, whose rows are lanes 0-15's.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[2], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(registers[0]), "=r"(registers[1])
+               : "r"(address)
+               : "memory");
+}
+
 #if __CUDA_ARCH__ >= 800 || !defined(__CUDA_ARCH__)
 
 // kBytes to shared memory in the background: 4 or 8, or 16, which bypass the L1 cache.
@@ -69,30 +93,6 @@ template <class T> __device__ __forceinline__ void fetch_ahead(const T* from, in
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending> __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Four 8×8 matrices of 16-bit elements; lane 8 i + r gives the address of row r (16 bytes) of matrix i. Rows
-// that are columns of B make a register of its fragment.
-__device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-               : "r"(address)
-               : "memory");
-}
-
-// The same, each transposed: rows that are rows of B, or columns of A, make a register of its fragment.
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-               : "r"(address)
-               : "memory");
-}
-// Two of them, whose rows are lanes 0-15's.
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[2], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(registers[0]), "=r"(registers[1])
-               : "r"(address)
-               : "memory");
 }
 
 // -------------------------------------------------------------------------------------------------- mma.sync

@@ -5,14 +5,28 @@
 
 namespace load {
 
-// How many lanes have the channels of a position, K each: so many that the fewest idle; of those, most.
-HOST_DEVICE unsigned lanes_across(int64_t C, int K) {
+// How many lanes have the channels of a position, K each, where these are summed: a power of two, so many
+// that the fewest idle; of those, most.
+inline unsigned lanes_across(int64_t C, int K) {
   const unsigned packs = unsigned((C + K - 1) / K);
   unsigned most = 1;
   while (most < packs && most < 32) most *= 2;
   unsigned best = most;
   for (unsigned lanes = most / 2; lanes >= 4; lanes /= 2)
     if ((packs + lanes - 1) / lanes * lanes < (packs + best - 1) / best * best) best = lanes;
+  return best;
+}
+
+// … and where nothing is summed: as many as there are, in as few tiles as leave few threads of a block idle.
+inline unsigned lanes_of_points(int64_t C, int K) {
+  const unsigned packs = unsigned((C + K - 1) / K);
+  unsigned best = 0;
+  double most = 0;
+  for (unsigned tiles = (packs + kPlaneThreads - 1) / kPlaneThreads; !best || packs >= 32 * tiles; tiles++) {
+    const unsigned lanes = (packs + tiles - 1) / tiles;
+    const double busy = double(packs) / tiles * (kPlaneThreads / lanes);
+    if (busy > 1.05 * most) most = busy, best = lanes;
+  }
   return best;
 }
 
@@ -62,13 +76,13 @@ template <class Pass> constexpr bool has_windows<Pass, std::enable_if_t<Pass::kW
 // counted as kOfASum.
 constexpr int kMostAtOnce = 24, kOfASum = 8;
 template <class Pass, class = void> struct Last {
-  static constexpr int channels = kPack, at_once = 1, blocks = channels * sizeof(real) > 16 ? 2 : 3;
-  static constexpr bool writes = true;
+  static constexpr int channels = kPack, held = 0, at_once = 1, blocks = channels * sizeof(real) > 16 ? 2 : 3;
+  static constexpr bool writes = true, sums = true, is_much = true;
 };
 template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {
   static constexpr bool few = !Pass::kSums && Pass::kHeld <= 4;
   static constexpr int held = Pass::kHeld + 3 * Pass::kSums;  // by a channel
-  static constexpr bool writes = Pass::kWrites,
+  static constexpr bool writes = Pass::kWrites, sums = Pass::kSums > 0,
                         is_much = Pass::kInstructions + kOfASum * Pass::kSums > kMostAtOnce;
   static constexpr int channels = Pass::kSingle ? 1
                                   : few         ? kPack
@@ -79,8 +93,8 @@ template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {
 };
 
 // A lane's share of some planes, where arrays are channels last: K channels side by side at some positions. C
-// is a multiple of K. Rows of lanes_across lanes take positions in turn. A lane behind the last channel
-// stands for it and does nothing.
+// is a multiple of K. Rows of `lanes` lanes take positions in turn. A lane behind the last channel stands for
+// it and does nothing, nor does one behind the last row.
 template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   static_assert(kAtOnce == 1 || kAtOnce == Sum::kFew);
   using ThePoint = Point<K, (K > 1)>;
@@ -88,8 +102,8 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
  public:
   const int64_t n;
   const Channels<K> c;
-  __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts)
-      : LastPlane(extent, values, parts, lanes_across(extent.C, K)) {}
+  __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes)
+      : LastPlane(extent, values, parts, lanes, (unsigned(extent.C) + lanes * K - 1) / (lanes * K)) {}
 
   // kAtOnce points are read before what is made of the first is written, or summed.
   template <class F> __device__ __forceinline__ void each(const F& f) {
@@ -175,21 +189,20 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   }
 
  private:
-  __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes)
-      : LastPlane(extent, values, parts, lanes, (unsigned(extent.C) + lanes * K - 1) / (lanes * K)) {}
   __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes,
                        unsigned tiles)
       : n(block<order>() / tiles / parts), c{first_of(lanes, tiles, extent)}, extent_(extent),
         values_(values), tile_(block<order>() % tiles), part_(block<order>() / tiles % parts), parts_(parts),
-        lanes_(lanes),
-        active_((block<order>() % tiles * lanes + threadIdx.x % lanes) * K < unsigned(extent.C)) {}
+        lanes_(lanes), rows_(kPlaneThreads / lanes),
+        active_((block<order>() % tiles * lanes + threadIdx.x % lanes) * K < unsigned(extent.C) &&
+                threadIdx.x < rows_ * lanes) {}
   static __device__ int64_t first_of(unsigned lanes, unsigned tiles, const Extent& extent) {
     const unsigned first = (block<order>() % tiles * lanes + threadIdx.x % lanes) * K;
     return first < unsigned(extent.C) ? first : extent.C - K;
   }
   __device__ __forceinline__ unsigned lane() const { return threadIdx.x % lanes_; }
-  __device__ __forceinline__ int first() const { return int((part_ * kPlaneThreads + threadIdx.x) / lanes_); }
-  __device__ __forceinline__ int step() const { return int(parts_ * kPlaneThreads / lanes_); }
+  __device__ __forceinline__ int first() const { return int(part_ * rows_ + threadIdx.x / lanes_); }
+  __device__ __forceinline__ int step() const { return int(parts_ * rows_); }
   __device__ __forceinline__ ThePoint point(const Extent& extent, int position,
                                             Later* later = nullptr) const {
     return {extent, values_, n, c, extent_.C, position, 0, true, true, later};
@@ -219,7 +232,7 @@ template <int K, int kAtOnce, bool kWrites, Order order> class LastPlane {
   }
   const Extent& extent_;
   const value_t* values_;
-  const unsigned tile_, part_, parts_, lanes_;
+  const unsigned tile_, part_, parts_, lanes_, rows_;
   const bool active_;
   int turn_ = 0;
 };

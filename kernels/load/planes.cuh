@@ -123,11 +123,12 @@ void in_last_planes(const Pass& pass, const Extent& extent, const value_t* value
   }
   using ThePlane = LastPlane<K, Last<Pass>::at_once, Last<Pass>::writes, order>;
   constexpr int kBlocks = Last<Pass>::blocks;
-  const int64_t across = int64_t(K) * lanes_across(extent.C, K),
+  const unsigned lanes = Last<Pass>::sums ? lanes_across(extent.C, K) : lanes_of_points(extent.C, K);
+  const int64_t across = int64_t(K) * lanes,
                 blocks = extent.N * ((extent.C + across - 1) / across) * parts.count;
   if (!blocks || !extent.positions()) return;
-  launch_early(planes_kernel<kBlocks, ThePlane, Pass>, blocks, kPlaneThreads, stream, pass, extent, values,
-               unsigned(parts.count));
+  launch_early(planes_kernel<kBlocks, ThePlane, Pass, unsigned>, blocks, kPlaneThreads, stream, pass, extent,
+               values, unsigned(parts.count), lanes);
 }
 template <class Pass, Order order>
 void planes(const Pass& pass, const Extent& extent, const value_t* values, Parts<order> parts,
@@ -199,14 +200,6 @@ void by_sample(const Pass& pass, const Extent& extent, int64_t C, const value_t*
     if (shared(single, shared_by(C, extent.N * S, S, false, Pass::kAgain))) return;
     planes(pass, extent, values, parts, stream);
   }
-}
-
-// How many parts of a plane's sums are left, merged into `out` where there are many.
-inline int64_t few_parts(int64_t parts) { return parts > kFewParts ? 1 : parts; }
-template <class T> void merge_parts(T* out, const T* of, int64_t planes, int64_t parts, cudaStream_t stream) {
-  const int64_t blocks = (planes * 32 + kMergingThreads - 1) / kMergingThreads;
-  if (parts > kFewParts && blocks)
-    launch_early(merge_parts_kernel<T>, blocks, kMergingThreads, stream, out, of, planes, parts);
 }
 
 }  // namespace load

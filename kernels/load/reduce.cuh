@@ -10,19 +10,12 @@ namespace load {
 
 constexpr int kMostWarps = 8;  // of a block
 
-// Valid in lane 0.
-__device__ inline double warp_sum(double value) {
-  for (int offset = 16; offset; offset /= 2) value += __shfl_down_sync(~0u, value, offset);
+// Of some neighbouring lanes, a power of two, valid in the first.
+template <int kLanes> __device__ inline double of_lanes(double value) {
+  for (int offset = kLanes / 2; offset; offset /= 2) value += __shfl_down_sync(~0u, value, offset);
   return value;
 }
-
-__device__ inline Moments<double> warp_merge(Moments<double> moments) {
-  for (int offset = 16; offset; offset /= 2)
-    moments = moments.merge({__shfl_down_sync(~0u, moments.count, offset),
-                             __shfl_down_sync(~0u, moments.mean, offset),
-                             __shfl_down_sync(~0u, moments.m2, offset)});
-  return moments;
-}
+__device__ inline double warp_sum(double value) { return of_lanes<32>(value); }
 
 // Valid in thread 0. Ends with a barrier, so it may be called again.
 __device__ inline double block_sum(double value) {
@@ -81,13 +74,13 @@ struct ShiftedSums {
   }
 };
 
-// Of a warp's lanes, valid in lane 0, which has seen a value if any has: all sums are shifted by its shift,
-// then added. So there are no divisions but the last.
-__device__ inline Moments<double> warp_moments(const ShiftedSums& own) {
-  const double shift = __shfl_sync(~0u, own.shift, 0), d = own.count == 0 ? 0 : own.shift - shift;
+// … of which the first has seen a value if any has: all sums are shifted by its shift, then added. So there
+// are no divisions but the last.
+template <int kLanes> __device__ inline Moments<double> of_lanes(const ShiftedSums& own) {
+  const double shift = __shfl_sync(~0u, own.shift, 0, kLanes), d = own.count == 0 ? 0 : own.shift - shift;
   double count = own.count, sum = own.sum + count * d,
          square = own.square + d * (2 * double(own.sum) + count * d);
-  for (int offset = 16; offset; offset /= 2) {
+  for (int offset = kLanes / 2; offset; offset /= 2) {
     count += __shfl_down_sync(~0u, count, offset);
     sum += __shfl_down_sync(~0u, sum, offset);
     square += __shfl_down_sync(~0u, square, offset);
@@ -95,10 +88,10 @@ __device__ inline Moments<double> warp_moments(const ShiftedSums& own) {
   return Moments<double>::from_shifted(count, shift, sum, square);
 }
 
-// Valid in thread 0; as warp_moments, warp by warp.
+// Valid in thread 0; a warp's, then warp by warp.
 __device__ inline Moments<double> block_moments(const ShiftedSums& own) {
   __shared__ Moments<double> partial[kMostWarps];
-  Moments<double> moments = warp_moments(own);
+  Moments<double> moments = of_lanes<32>(own);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = moments;
   __syncthreads();  // every warp's moments are there
   if (threadIdx.x == 0)
@@ -123,16 +116,15 @@ template <bool kPool> struct LargestOf {
 template <bool kPool> __device__ inline Largest<kPool> of_lane_behind(const Largest<kPool>& a, int offset) {
   return {__shfl_down_sync(~0u, a.most, offset), __shfl_down_sync(~0u, int(a.place), offset)};
 }
-// Valid in lane 0.
-template <bool kPool> __device__ inline Largest<kPool> warp_largest(Largest<kPool> own) {
-  for (int offset = 16; offset; offset /= 2) own.merge(of_lane_behind(own, offset));
+template <int kLanes, bool kPool> __device__ inline Largest<kPool> of_lanes(Largest<kPool> own) {
+  for (int offset = kLanes / 2; offset; offset /= 2) own.merge(of_lane_behind(own, offset));
   return own;
 }
 // Valid in thread 0; as block_sum.
 template <bool kPool> __device__ inline Largest<kPool> block_largest(Largest<kPool> own) {
   __shared__ double most[kMostWarps];
   __shared__ int place[kMostWarps];
-  own = warp_largest(own);
+  own = of_lanes<32>(own);
   if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = own.most, place[threadIdx.x / 32] = int(own.place);
   __syncthreads();  // every warp's is there
   if (threadIdx.x == 0)
@@ -141,28 +133,8 @@ template <bool kPool> __device__ inline Largest<kPool> block_largest(Largest<kPo
   return own;
 }
 
-// Of many parts of a plane, which blocks made, the sum, the moments or the maximum: out (planes), of (planes,
-// parts). A warp has a plane.
-constexpr int kMergingThreads = 256, kFewParts = 32;
-__device__ inline double warp_merged(double a) { return warp_sum(a); }
-__device__ inline Moments<double> warp_merged(const Moments<double>& a) { return warp_merge(a); }
-template <bool kPool> __device__ inline Largest<kPool> warp_merged(const Largest<kPool>& a) {
-  return warp_largest(a);
-}
 __device__ inline void take(double& a, double b) { a += b; }
 __device__ inline void take(Moments<double>& a, const Moments<double>& b) { a = a.merge(b); }
 template <bool kPool> __device__ inline void take(Largest<kPool>& a, const Largest<kPool>& b) { a.merge(b); }
-
-template <class T>
-__global__ void __launch_bounds__(kMergingThreads)
-    merge_parts_kernel(T* out, const T* of, int64_t planes, int64_t parts) {
-  await_previous_kernel();
-  const int64_t plane = (int64_t(blockIdx.x) * kMergingThreads + threadIdx.x) / 32;
-  if (plane >= planes) return;
-  T own{};
-  for (int64_t i = threadIdx.x % 32; i < parts; i += 32) take(own, of[plane * parts + i]);
-  own = warp_merged(own);
-  if (threadIdx.x % 32 == 0) out[plane] = own;
-}
 
 }  // namespace load

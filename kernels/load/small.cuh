@@ -26,6 +26,9 @@ struct ValueLanes {
     for (; i < count; i += width) value += f(i);
     return of_all(value);
   }
+  __device__ double merge(const double* of, int64_t count) const {
+    return sum(count, [&](int64_t i) { return of[i]; });
+  }
   // All about the first's mean, see Moments::from_shifted.
   __device__ Moments<double> merge(const Moments<double>* of, int64_t count) const {
     const double shift = of[0].mean;
@@ -109,6 +112,28 @@ void small(const Pass& pass, int64_t blocks, cudaStream_t stream, int64_t C = 0,
   const unsigned all = unsigned(blocks) * most,
                  threads = all > 128 ? 256 : kSmallThreads;  // of many, some share a multiprocessor
   if (blocks) launch_early(small_kernel<Pass>, all, threads, stream, pass, most);
+}
+
+// Of many parts of a plane, which blocks made, the sum, the moments or the maximum: out (planes), of (planes,
+// parts). A warp has a plane.
+constexpr int kMergingThreads = 256, kFewParts = 32;
+template <class T>
+__global__ void __launch_bounds__(kMergingThreads)
+    merge_parts_kernel(T* out, const T* of, int64_t planes, int64_t parts) {
+  await_previous_kernel();
+  const int64_t plane = (int64_t(blockIdx.x) * kMergingThreads + threadIdx.x) / 32;
+  if (plane >= planes) return;
+  const ValueLanes lanes{true, 32};
+  const T all = lanes.merge(of + plane * parts, parts);
+  if (lanes.lane == 0) out[plane] = all;
+}
+
+// How many parts of a plane's sums are left, merged into `out` where there are many.
+inline int64_t few_parts(int64_t parts) { return parts > kFewParts ? 1 : parts; }
+template <class T> void merge_parts(T* out, const T* of, int64_t planes, int64_t parts, cudaStream_t stream) {
+  const int64_t blocks = (planes * 32 + kMergingThreads - 1) / kMergingThreads;
+  if (parts > kFewParts && blocks)
+    launch_early(merge_parts_kernel<T>, blocks, kMergingThreads, stream, out, of, planes, parts);
 }
 
 }  // namespace load

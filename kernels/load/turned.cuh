@@ -3,12 +3,13 @@
 // gradient in front of one.
 //
 // A block turns tiles of positions and channels through shared memory, one after the other: all that are its
-// part of some planes. A warp takes a channel of a tile after the other, kPack neighbouring positions a lane,
-// or, in planes of odd sizes, one. C is a multiple of kRowVector.
+// part of some planes. A warp takes a channel of a tile after the other, kBeside neighbouring positions a
+// lane, or, in planes of odd sizes, one. C is a multiple of kRowVector.
 #pragma once
 #include <algorithm>
 #include <initializer_list>
 
+#include "core/tensor_core.cuh"
 #include "core/vector.cuh"
 #include "load/planes.cuh"
 
@@ -26,11 +27,13 @@ constexpr int kTilePositions = 32 * kPack, kTileChannels = 128 / sizeof(value_t)
               kRowVector = 16 / sizeof(value_t);
 
 // Where a tile has an element: a channel's positions side by side, kPack of them in 16 bytes, which are
-// turned so that lanes at kRowVector channels of the same positions meet other banks. What lies in one 32-bit
-// word moves as one: kPair positions.
+// turned so that lanes at kRowVector channels of the same positions meet other banks, and lanes at a channel
+// and the next where these have half of the banks each. What lies in one 32-bit word moves as one: kPair
+// positions.
 constexpr int kPair = sizeof(value_t) < 4 ? 2 : 1;
 __device__ __forceinline__ int slot(int position, int channel) {
-  return channel * kTilePositions + (position / kPack + channel / kRowVector) % 32 * kPack + position % kPack;
+  const int aside = channel / kRowVector + (kPair > 1 ? channel % 2 * 4 : 0);
+  return channel * kTilePositions + (position / kPack + aside) % 32 * kPack + position % kPack;
 }
 template <int K>
 __device__ __forceinline__ Memory<value_t, K>& neighbours(value_t* tile, int position, int channel) {
@@ -139,19 +142,30 @@ template <int K, Tiled tiled> struct TurnedPoint : Point<K> {
   }
 };
 
-// A lane's share of a plane in a tile.
+// A lane's share of a plane in a tile: of kRowVector channels of a warp one, and, kPack at a time, of its
+// positions those that kLanes lanes have in turn.
 template <Tiled tiled> class TurnedPlane {
+  static constexpr int kLanes = 32 / kRowVector;
+  static_assert(kTileChannels == kPlaneThreads / kLanes);
+
  public:
   const int64_t n, c;
-  __device__ TurnedPlane(const Tile& tile, const value_t* values, unsigned parts, int column)
-      : n(tile.n), c(tile.channel + column), tile_(tile), values_(values), parts_(parts), column_(column) {}
+  __device__ TurnedPlane(const Tile& tile, const value_t* values, unsigned parts)
+      : n(tile.n), c(tile.channel + int(threadIdx.x) / kLanes), tile_(tile), values_(values), parts_(parts) {}
+  // The same for a warp.
+  __device__ __forceinline__ bool is_there() const { return c < tile_.extent.C; }
 
   template <class F> __device__ __forceinline__ void each(const F& f) const {
-    const int left = tile_.extent.positions() - tile_.position, lane = threadIdx.x % 32;
-    if (tile_.extent.positions() % kPack == 0) {
-      if (lane * kPack < left) f(point<kPack>(lane * kPack));
+    const int left = min(tile_.extent.positions() - tile_.position, kTilePositions);
+    const int lane = int(threadIdx.x) % kLanes;
+    if (tile_.extent.positions() % kPack) {
+      for (int row = lane; row < left; row += kLanes) f(point<1>(row));
+    } else if (left < kTilePositions) {
+      for (int row = lane * kPack; row < left; row += kLanes * kPack) f(point<kPack>(row));
     } else {
-      for (int row = lane; row < kTilePositions && row < left; row += 32) f(point<1>(row));
+#pragma unroll(sizeof(real) > 4 ? 1 : 2)
+      for (int i = 0; i < kTilePositions / (kLanes * kPack); i++)
+        f(point<kPack>((i * kLanes + lane) * kPack));
     }
   }
   __device__ __forceinline__ Sum sum() const { return {}; }
@@ -160,16 +174,16 @@ template <Tiled tiled> class TurnedPlane {
   __device__ __forceinline__ LargestOf<false> largest_value() const { return {}; }
   __device__ __forceinline__ LargestOf<true> pool_largest() const { return {}; }
   __device__ void reduce(double* out, Sum& sum) const {
-    const double value = warp_sum(sum.value());
-    if (threadIdx.x % 32 == 0) put(out[place()], value);
+    const double value = of_lanes<kLanes>(sum.value());
+    if (threadIdx.x % kLanes == 0) put(out[place()], value);
   }
   __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
-    const Moments<double> value = warp_moments(sums);
-    if (threadIdx.x % 32 == 0) put(out[place()], value);
+    const Moments<double> value = of_lanes<kLanes>(sums);
+    if (threadIdx.x % kLanes == 0) put(out[place()], value);
   }
   template <bool kPool> __device__ void reduce(Largest<kPool>* out, const LargestOf<kPool>& own) const {
-    const Largest<kPool> value = warp_largest(own.value());
-    if (threadIdx.x % 32 == 0) put(out[place()], value);
+    const Largest<kPool> value = of_lanes<kLanes>(own.value());
+    if (threadIdx.x % kLanes == 0) put(out[place()], value);
   }
 
  private:
@@ -180,18 +194,25 @@ template <Tiled tiled> class TurnedPlane {
   }
   __device__ __forceinline__ int64_t place() const { return (n * tile_.extent.C + c) * parts_ + tile_.part; }
   template <int K> __device__ __forceinline__ TurnedPoint<K, tiled> point(int row) const {
-    return {
-        {tile_.extent, values_, n, c, tile_.extent.C, tile_.position + row, 0, true}, tile_.at, row, column_};
+    return {{tile_.extent, values_, n, c, tile_.extent.C, tile_.position + row, 0, true},
+            tile_.at,
+            row,
+            int(threadIdx.x) / kLanes};
   }
   const Tile& tile_;
   const value_t* values_;
   const unsigned parts_;
-  const int column_;
 };
+
+// Of a multiprocessor, at least: one more of a pass that computes little, and has little by channel.
+template <class Pass>
+constexpr int kTurnedBlocks =
+    kPack * sizeof(real) > 16 ? 2 + (sizeof(real) == 4 && !Last<Pass>::is_much && Last<Pass>::held < 5)
+                              : 3 + !Last<Pass>::is_much;
 
 // values: v in planes, where it is not the tile's. source, target: what is channels last.
 template <class Pass, Tiled tiled, Order order>
-__global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
+__global__ void __launch_bounds__(kPlaneThreads, kTurnedBlocks<Pass>)
     turned_kernel(const Pass pass, const Extent extent, const value_t* values, const value_t* source,
                   value_t* target, unsigned parts, unsigned channel_tiles, bool for_tf32) {
   await_previous_kernel();
@@ -203,11 +224,8 @@ __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 :
     const Tile tile(block<order>(), extent, shared, parts, channel_tiles, number);
     if (kReads) tile.load(source);
     if (kReads || number) __syncthreads();  // the tile is there, or the one before is written
-    for (int column = threadIdx.x / 32; column < kTileChannels && tile.channel + column < extent.C;
-         column += kPlaneThreads / 32) {
-      TurnedPlane<tiled> plane(tile, values, parts, column);
-      pass(plane);
-    }
+    TurnedPlane<tiled> plane(tile, values, parts);
+    if (plane.is_there()) pass(plane);
     __syncthreads();  // all channels are there, and nobody reads the tile any more
     if (!kReads) tile.store(target, for_tf32);
   }
@@ -265,11 +283,12 @@ void planes_of_dy(const Pass& pass, const Extent& extent, const value_t* v, cons
   turned<Tiled::kRead>(pass, extent, v, dy, nullptr, parts, layout, stream);
 }
 
-// ------------------------------------------------------------------------------------------------- whole
-// arrays, turned A tile has at most kSquare x kSquare words of shared memory, each with kPair neighbouring
-// columns: whole rows or whole columns where these are short, else a square. A thread has a few jobs: kVector
-// neighbours of a row or a column, or one where they don't fit.
-constexpr int kSquare = 64;
+// ------------------------------------------------------------------------------- whole arrays, turned
+
+// A tile has at most kWords words, each with kPair neighbouring columns: whole rows or whole columns where
+// these are short, else at most kWide words by kTall rows. A thread has a few jobs: kVector neighbours of a
+// row or a column, or one where they don't fit. kRoom: with a word behind each row.
+constexpr int kWide = 64, kTall = kWide * kPair, kWords = kWide * kWide, kRoom = kWords + kTall;
 
 // Of jobs, `size` in a row, the row: job / size, where neither is above 2^15.
 struct Jobs {
@@ -292,7 +311,7 @@ struct Picked {
 // height, width: of a tile; width and pitch in words. Rows and columns are below 2^32.
 struct Turning {
   unsigned rows, columns, row_tiles, column_tiles, height, width, pitch;
-  bool loads_vectors, stores_vectors;
+  bool loads_vectors, stores_vectors, by_matrices;
   Jobs loads, stores;  // in a row of a tile, and in a column
   Picked picked;
 };
@@ -344,15 +363,14 @@ struct TurnedTile {
             if (for_tf32)
 #pragma unroll
               for (int i = 0; i < K; i++) values[k][j].at[i] = nearest_tf32(values[k][j].at[i]);
-            *reinterpret_cast<Memory<value_t, K>*>(to + uint64_t(c * kPair + j) * turning.rows + r * K) =
-                values[k][j];
+            put(to + uint64_t(c * kPair + j) * turning.rows + r * K, values[k][j]);
           }
         });
   }
 
  private:
-  static constexpr int kStores = 4;
-  template <int K> static constexpr int kLoads = K == 1 ? 8 : 4;
+  static constexpr int kStores = kPair;
+  template <int K> static constexpr int kLoads = K == 1 && kPair == 1 ? 8 : 4;
   // reads(k, row, place in it) and then uses(…) of a thread's jobs, `count` rows of them, kAtOnce at a time.
   template <int kAtOnce, class F, class G>
   static __device__ __forceinline__ void each(const Jobs& jobs, unsigned count, const F& reads,
@@ -361,12 +379,59 @@ struct TurnedTile {
 #pragma unroll
       for (int k = 0; k < kAtOnce; k++) {
         const unsigned job = first + k * kPlaneThreads, row = jobs.row(job);
-        f(k, row, job - row * jobs.size);
+        if (job - threadIdx.x < count * jobs.size) f(k, row, job - row * jobs.size);
       }
     };
 #pragma unroll 1
     for (unsigned first = threadIdx.x; first < count * jobs.size; first += kAtOnce * kPlaneThreads)
       all(first, reads), all(first, uses);
+  }
+};
+
+// A tile of 16-bit elements, eights of rows by eights of columns, at most kMatrixRows x kMatrixColumns, which
+// tensor cores' loads turn: a lane gets eight rows of one column. The eights of a row stand in an order of
+// its own, so that the rows of which lanes give the addresses meet other banks.
+constexpr int kMatrixRows = 128, kMatrixColumns = 64;
+struct MatrixTile {
+  uint4* const at;
+  const unsigned rows, columns;  // that are there
+  static constexpr int kEights = kMatrixColumns / 8,
+                       kJobs = kMatrixRows * kEights / kPlaneThreads,  // of a thread
+      kWarps = kPlaneThreads / 32;
+  static_assert(kMatrixRows / 32 * kEights == kJobs * kWarps);
+
+  __device__ __forceinline__ void load(const value_t* from, unsigned pitch) const {
+    uint4 values[kJobs];
+    each_eight([&](int k, unsigned row, unsigned eight) {
+      values[k] = *reinterpret_cast<const uint4*>(from + uint64_t(row) * pitch + eight * 8);
+    });
+    each_eight([&](int k, unsigned row, unsigned eight) { at[place(row, eight)] = values[k]; });
+  }
+  __device__ __forceinline__ void store(value_t* to, unsigned pitch) const {
+    const unsigned lane = threadIdx.x % 32, quad = lane % 4 * 8, of_matrix = lane % 8;
+#pragma unroll
+    for (int k = 0; k < kJobs; k++) {
+      const unsigned job = threadIdx.x / 32 + k * kWarps, eight = job % kEights, first = job / kEights * 32;
+      if (first >= rows || eight * 8 >= columns) continue;
+      // Row j of matrix m, which is rows 2m and 2m + 1 of eights.
+      const unsigned row = first + of_matrix / 2 * 8 + lane / 8 * 2 + of_matrix % 2;
+      Memory<uint32_t, 4> words;
+      tensor_core::load_matrices_transposed(words.at, tensor_core::shared_address(at + place(row, eight)));
+      value_t* const column = to + uint64_t(eight * 8 + lane / 4) * pitch;
+      if (first + quad < rows) put(reinterpret_cast<uint32_t*>(column + first + quad), words);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ unsigned place(unsigned row, unsigned eight) {
+    return row * kEights + (eight ^ (row / 8 * 2 + row % 2) % kEights);
+  }
+  template <class F> __device__ __forceinline__ void each_eight(const F& f) const {
+#pragma unroll
+    for (int k = 0; k < kJobs; k++) {
+      const unsigned job = threadIdx.x + k * kPlaneThreads, row = job / kEights, eight = job % kEights;
+      if (row < rows && eight * 8 < columns) f(k, row, eight);
+    }
   }
 };
 
@@ -382,10 +447,10 @@ struct Turns {
   Turn of[kTurns];
 };
 
-__global__ void __launch_bounds__(kPlaneThreads, 4)
+__global__ void __launch_bounds__(kPlaneThreads, sizeof(value_t) > 4 ? 3 : 5)
     transpose_kernel(const __grid_constant__ Turns turns, bool for_tf32) {
   await_previous_kernel();
-  __shared__ __align__(16) value_t shared[kSquare * (kSquare + 1) * kPair];
+  __shared__ __align__(16) value_t shared[kRoom * kPair];
   unsigned which = 0, block = blockIdx.x;
   while (block >= turns.of[which].blocks) block -= turns.of[which++].blocks;
   const Turn& turn = turns.of[which];
@@ -398,11 +463,20 @@ __global__ void __launch_bounds__(kPlaneThreads, 4)
   const int64_t column = int64_t(block % turning.column_tiles) * turning.width * kPair;
   const int64_t begin = int64_t(n) * turning.rows;
   const auto within = [](unsigned size, int64_t left) { return left < size ? unsigned(left) : size; };
-  const TurnedTile tile{turning, reinterpret_cast<TurnedTile::Word*>(shared),
-                        within(turning.height, turning.rows - row),
-                        within(turning.width * kPair, turning.columns - column)};
+  const unsigned rows = within(turning.height, turning.rows - row),
+                 columns = within(turning.width * kPair, turning.columns - column);
   const value_t* const from = source + (begin + row) * turning.picked.columns;
   value_t* const to = out + begin * turning.columns + column * turning.rows + row;
+  if constexpr (sizeof(value_t) == 2) {
+    if (turning.by_matrices) {
+      const MatrixTile tile{reinterpret_cast<uint4*>(shared), rows, columns};
+      tile.load(from + column, turning.columns);
+      __syncthreads();  // the tile is complete
+      tile.store(to, turning.rows);
+      return;
+    }
+  }
+  const TurnedTile tile{turning, reinterpret_cast<TurnedTile::Word*>(shared), rows, columns};
   if (turning.loads_vectors) tile.load<kVector>(from, unsigned(column));
   else tile.load<1>(from, unsigned(column));
   __syncthreads();  // the tile is complete
@@ -420,20 +494,33 @@ inline int64_t share_of(int64_t size, int64_t most, int64_t unit) {
 inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns,
                     Picked picked) {
   if (!(N * rows * columns)) return {};
-  constexpr int kSector = 32 / sizeof(value_t), kWords = kSquare * kSquare;
-  const int64_t words = (columns + kPair - 1) / kPair;
-  const int64_t width = share_of(words, words > kSquare && rows < kSquare ? kWords / rows : kSquare,
-                                 kSector / kPair),
-                pitch = width | 1;
-  const int64_t height = share_of(rows, std::min(kSquare * (kSquare + 1) / pitch, kWords / width), kSector);
+  constexpr int kSector = 32 / sizeof(value_t);
   const bool loads_vectors = !picked.width && vectors_fit(source, columns),
-             stores_vectors = vectors_fit(out, rows);
+             stores_vectors = vectors_fit(out, rows),
+             by_matrices = sizeof(value_t) == 2 && !picked.width && rows % 8 == 0 && columns % 8 == 0 &&
+                           (uint64_t(source) | uint64_t(out)) % 16 == 0;
+  const int64_t words = (columns + kPair - 1) / kPair;
+  const int64_t most = words > kWide ? kWords / std::min<int64_t>(rows, kTall) : kWide;
+  const int64_t width = share_of(words, by_matrices ? kMatrixColumns / kPair : most, kSector / kPair),
+                pitch = width | 1;
+  const int64_t height =
+      share_of(rows, by_matrices ? kMatrixRows : std::min(kRoom / pitch, kWords / width), kSector);
   const unsigned row_tiles = blocks_for(rows, int(height)), column_tiles = blocks_for(words, int(width));
   const Jobs loads(width * kPair / (loads_vectors ? kVector : 1)),
       stores(height / (stores_vectors ? kVector : 1));
-  const Turning turning{
-      unsigned(rows),  unsigned(columns), row_tiles,      column_tiles, unsigned(height), unsigned(width),
-      unsigned(pitch), loads_vectors,     stores_vectors, loads,        stores,           picked};
+  const Turning turning{unsigned(rows),
+                        unsigned(columns),
+                        row_tiles,
+                        column_tiles,
+                        unsigned(height),
+                        unsigned(width),
+                        unsigned(pitch),
+                        loads_vectors,
+                        stores_vectors,
+                        by_matrices,
+                        loads,
+                        stores,
+                        picked};
   return {out, source, turning, unsigned(N) * row_tiles * column_tiles};
 }
 inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns) {

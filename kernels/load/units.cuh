@@ -78,11 +78,8 @@ __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 :
   for (unsigned i = blockIdx.x % blocks; i < tiles; i += blocks) {
     const unsigned part = i / channel_tiles * (ahead ? kSeen : 1);
     const Tile tile(extent, shared, n, part, int(i % channel_tiles) * kTileChannels);
-    for (int column = threadIdx.x / 32; column < kTileChannels && tile.channel + column < extent.C;
-         column += kPlaneThreads / 32) {
-      TurnedPlane<Tiled::kWritten> plane(tile, values, parts, column);
-      pass(plane);
-    }
+    TurnedPlane<Tiled::kWritten> plane(tile, values, parts);
+    if (plane.is_there()) pass(plane);
     __syncthreads();  // all channels are there
     const float largest = store_units(tile, units + n * of_sample, conv::power_of_two(exponent), !ahead);
     if (kScaled && packing != Packing::kAgain)
