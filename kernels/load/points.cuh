@@ -35,8 +35,10 @@ template <class E, int K> __device__ __forceinline__ void put(E* to, const Memor
   constexpr int kBytes = sizeof values;
   using Few = std::conditional_t<kBytes == 4, unsigned,
                                  std::conditional_t<kBytes == 2, unsigned short, unsigned char>>;
-  using Word = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, Few>>;
-  __stcg(reinterpret_cast<Word*>(to), reinterpret_cast<const Word&>(values));
+  using Word = std::conditional_t<kBytes % 16 == 0, uint4, std::conditional_t<kBytes == 8, uint2, Few>>;
+#pragma unroll
+  for (int i = 0; i < kBytes / int(sizeof(Word)); i++)
+    __stcg(reinterpret_cast<Word*>(to) + i, reinterpret_cast<const Word*>(&values)[i]);
 }
 
 // What a pass writes at a point until points behind it are read: a load doesn't pass a store that it might

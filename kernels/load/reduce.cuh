@@ -77,7 +77,8 @@ struct ShiftedSums {
 // … of which the first has seen a value if any has: all sums are shifted by its shift, then added. So there
 // are no divisions but the last.
 template <int kLanes> __device__ inline Moments<double> of_lanes(const ShiftedSums& own) {
-  const double shift = __shfl_sync(~0u, own.shift, 0, kLanes), d = own.count == 0 ? 0 : own.shift - shift;
+  const int first = int(threadIdx.x) % 32 / kLanes * kLanes;
+  const double shift = __shfl_sync(~0u, own.shift, first), d = own.count == 0 ? 0 : own.shift - shift;
   double count = own.count, sum = own.sum + count * d,
          square = own.square + d * (2 * double(own.sum) + count * d);
   for (int offset = kLanes / 2; offset; offset /= 2) {
