@@ -651,6 +651,27 @@ def assert_gradients(model, x, case, plan, found):
         torch.testing.assert_close(ours.double(), theirs.view_as(ours), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d", "stream", "wide"])
+def test_a_relu_in_16_bits(mainloop, device, monkeypatch):
+    """Nothing is kept but y, which is there anyway, and of which backward has the mask."""
+    device(900), only_through(mainloop, monkeypatch)
+    filters, size = FILTERS.get(mainloop, FILTERS["wide"])[1]
+    model = random_model(filters, lambda m, v: F.relu(v + m.by_channel)).to(torch.bfloat16)
+    x = numerics.random_input((2, filters[1], *size)).to(torch.bfloat16)
+    case, plan, found = saved_by(model, x, "v is never written")
+    assert len(found) == 1 and direct.saved(case) == [] and direct.reads_y(case)
+    assert_rule(model, x)
+    (y,) = found
+    torch.testing.assert_close(y, run(model, x), rtol=0, atol=0)
+    dy = torch.randn_like(y)
+    dx, dw, *_ = direct.backward(plan, dy, case.arguments, [y], [True] * len(case.arguments))
+    settings = model.conv.stride, model.conv.padding, model.conv.dilation, False, [0] * len(size), 1
+    given = dy * (y > 0), x, model.conv.weight, None, *settings, [True, True, False]
+    expected = torch.ops.aten.convolution_backward(*given)
+    for ours, theirs in zip((dx, dw), expected):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("name, size", [("v", (4, 5, 7)), ("an input", (4, 5, 7)), ("a mask", (4, 6, 7))])
 def test_backward_behind_views(name, size, device, by_views):
     """Bytes go by words of four, but where a row's padding is among those (of that size words of all samples begin at multiples of four)."""

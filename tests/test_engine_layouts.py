@@ -545,7 +545,17 @@ def test_whole_arrays_are_turned(dtype, folder, guarded):  # noqa: F811
     torch.manual_seed(0)
     sides = itertools.product(enumerate(SIDES), enumerate(SIDES))
     sizes = [(1 + (i + j) % 3, rows, columns) for (i, rows), (j, columns) in sides]
-    for size in [*sizes, (2, 9, 1030), (1, 1030, 9), (1, 3, 4500), (1, 4500, 2), (1, 264, 72), (2, 40, 136), (0, 3, 4), (2, 0, 4)]:
+    for size in [
+        *sizes,
+        (2, 9, 1030),
+        (1, 1030, 9),
+        (1, 3, 4500),
+        (1, 4500, 2),
+        (1, 264, 72),
+        (2, 40, 136),
+        (0, 3, 4),
+        (2, 0, 4),
+    ]:
         t = torch.randn(size).to(dtype)
         for rounds in (False, True) if dtype == torch.float32 else (False,):
             out = torch.full((size[0], size[2], size[1]), NAN, dtype=dtype)

@@ -447,11 +447,11 @@ def _chosen(case: Case) -> Written:
     check(case, by_depth)
     if case.last and not choice.is_silent() and inside.runs(case):
         raise Unsupported("the library runs the tail inside its convolution, channels last")
-    if case.saving and case.x.dtype != torch.float32:
-        raise Unsupported("backward needs v as the library rounds it")
     if segment.updates or segment.random:
         raise Unsupported("the tail has statistics or dropout")
     composed = programs.composed_of(segment, programs.kind_for(case)) if case.saving else None
+    if composed and composed.saved and case.x.dtype != torch.float32:
+        raise Unsupported("backward needs v as the library rounds it")
     refused = []
     for mainloop in [mainloops.DEPTHWISE] if by_depth else mainloops.MAINLOOPS:
         if mainloop.dimensions != weight.dim() - 2:
