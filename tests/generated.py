@@ -76,6 +76,7 @@ class Run:
         self.arguments = arguments
         self.plan = schedule.plan(Case(self.segment, arguments, saving or dy is not None, x.dtype, last=last))
         self.y, *self.saved = schedule.forward(self.plan, arguments)
+        self.saved += [self.y] * self.plan.composed.reads_y
         self.results = {"output": self.y}
         if dy is not None:
             needs = [True] * len(arguments)

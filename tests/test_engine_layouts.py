@@ -78,6 +78,28 @@ def test_channels_last(tail, dtype, shape, monkeypatch, device):
         assert bool(Run(model, x).plan.layout) == (tail in ("gates", "norm"))
 
 
+@pytest.mark.parametrize("dx", [False, True])
+def test_filters_are_turned_for_the_gradient_of_x(dx, monkeypatch, device):
+    """Alone: for their own the library reads none of their values."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(layouts, "fastest", lambda *given: layouts.TURNED)
+    backward, given = library.convolve_backward, []
+
+    def noted(how, dz, x, weight, needs, operands, turned=None):
+        given.append(operands(x, weight, turned)[1])
+        return backward(how, dz, x, weight, needs, operands, turned)
+
+    monkeypatch.setattr(library, "convolve_backward", noted)
+    monkeypatch.setattr(library, "making", lambda like: lambda: torch.full_like(like, NAN))
+    run = Run(Turned("gates"), torch.randn(2, 3, 11, 30), saving=True)
+    needs = [dx, *[True] * (len(run.arguments) - 1)]
+    found = schedule.backward(run.plan, torch.ones_like(run.y), run.arguments, run.saved, needs)
+    (filters,) = given
+    assert filters.is_contiguous(memory_format=torch.channels_last) and filters.isnan().all() != dx
+    assert not found[run.plan.weight_at].isnan().any()
+
+
 class Last(nn.Module):
     """Tails whose result is channels last where v is."""
 

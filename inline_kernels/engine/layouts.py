@@ -334,7 +334,7 @@ def differentiating(
             return library.convolve_backward(how, of_dz(dz), image(x), weight, wanted)
 
         return in_planes_alone, None
-    how, operands = operands_of(plan, x, weight, layout or plan.runs, wanted[1])
+    how, operands = operands_of(plan, x, weight, layout or plan.runs, wanted[1], wanted[0])
     of_dz, results = _of_gradient(plan, x, layout, turned), _results(plan, how, x, weight)
 
     def run(dz: Tensor, x: Tensor, weight: Tensor, turned: Tensor | None) -> tuple:
@@ -399,14 +399,16 @@ def _like_v(plan, x: Tensor) -> Tensor:
 
 
 def operands_of(
-    plan, x: Tensor, weight: Tensor, layout: int, reads_x: bool = True
+    plan, x: Tensor, weight: Tensor, layout: int, reads_x: bool = True, reads_weight: bool = True
 ) -> tuple[library.Convolution, Operands]:
     """The library's convolution, and its operands channels last. Filters of one place that meet only some of x's positions are given these
-    alone. Where eager's are channels last, all is as it is. reads_x: else any values of x's do, and it isn't turned."""
+    alone. Where eager's are channels last, all is as it is. reads_x, reads_weight: else any values do, and nothing is turned."""
     how, turns, rounds = plan.convolution, plan.turns, layout == FOR_TF32
     if plan.last and not plan.segment.result:
         return how, Operands(itself, itself)
     filters, of_weight = Turning.of(weight, True, rounds), turns.channels_last(weight, rounds)
+    if not reads_weight and filters:
+        filters, of_weight = None, _standing_in(weight, library.channels_last(weight))
     if how.around:  # then the library's x is a larger one
         of_x = lambda image: turns.channels_last(image, rounds)(image)  # noqa: E731
         return how, Operands(of_x, of_weight, filters)
@@ -415,7 +417,7 @@ def operands_of(
     if x.dim() != 4 or math.prod(weight.shape[2:]) > 1 or meets_all or library.is_channels_last(x):
         if not (reads_x or library.is_channels_last(x)):
             return how, Operands(_standing_in(x, library.channels_last(x)), of_weight, filters)
-        of_both = turns.both_channels_last(x, weight, rounds)
+        of_both = turns.both_channels_last(x, weight, rounds) if reads_weight else None
         return how, Operands(turns.channels_last(x, rounds), of_weight, filters, of_both)
     once = (1, 1)
     how = how._replace(settings=(once, padding, *rest), behind=(how.behind[0], once, *how.behind[2:]))
