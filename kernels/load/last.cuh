@@ -76,7 +76,8 @@ template <class Pass> constexpr bool has_windows<Pass, std::enable_if_t<Pass::kW
 // counted as kOfASum.
 constexpr int kMostAtOnce = 24, kOfASum = 8;
 template <class Pass, class = void> struct Last {
-  static constexpr int channels = kPack, held = 0, at_once = 1, blocks = channels * sizeof(real) > 16 ? 2 : 3;
+  static constexpr int channels = kPack, held = 99, at_once = 1,
+                       blocks = channels * sizeof(real) > 16 ? 2 : 3;
   static constexpr bool writes = true, sums = true, is_much = true;
 };
 template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {

@@ -143,8 +143,8 @@ template <int K, Tiled tiled> struct TurnedPoint : Point<K> {
 };
 
 // A lane's share of a plane in a tile: of kRowVector channels of a warp one, and, kPack at a time, of its
-// positions those that kLanes lanes have in turn.
-template <Tiled tiled> class TurnedPlane {
+// positions those that kLanes lanes have in turn. kAtOnce: of those, where registers hold them.
+template <Tiled tiled, int kAtOnce> class TurnedPlane {
   static constexpr int kLanes = 32 / kRowVector;
   static_assert(kTileChannels == kPlaneThreads / kLanes);
 
@@ -157,16 +157,21 @@ template <Tiled tiled> class TurnedPlane {
 
   template <class F> __device__ __forceinline__ void each(const F& f) const {
     const int left = min(tile_.extent.positions() - tile_.position, kTilePositions);
-    const int lane = int(threadIdx.x) % kLanes;
+    constexpr int kStep = kLanes * kPack;
+    int row = int(threadIdx.x) % kLanes;
     if (tile_.extent.positions() % kPack) {
-      for (int row = lane; row < left; row += kLanes) f(point<1>(row));
-    } else if (left < kTilePositions) {
-      for (int row = lane * kPack; row < left; row += kLanes * kPack) f(point<kPack>(row));
-    } else {
-#pragma unroll(sizeof(real) > 4 ? 1 : 2)
-      for (int i = 0; i < kTilePositions / (kLanes * kPack); i++)
-        f(point<kPack>((i * kLanes + lane) * kPack));
+      for (; row < left; row += kLanes) f(point<1>(row));
+      return;
     }
+    row *= kPack;
+    if constexpr (kAtOnce > 1) {
+#pragma unroll 1
+      for (; row + (kAtOnce - 1) * kStep < left; row += kAtOnce * kStep)
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) f(point<kPack>(row + i * kStep));
+    }
+#pragma unroll 1
+    for (; row < left; row += kStep) f(point<kPack>(row));
   }
   __device__ __forceinline__ Sum sum() const { return {}; }
   __device__ __forceinline__ ShiftedSums moments() const { return {}; }
@@ -204,11 +209,16 @@ template <Tiled tiled> class TurnedPlane {
   const unsigned parts_;
 };
 
-// Of a multiprocessor, at least: one more of a pass that computes little, and has little by channel.
+// Blocks of a multiprocessor, at least: more of a pass that computes little, and has little by channel. And
+// of how many points a lane reads before it computes.
 template <class Pass>
-constexpr int kTurnedBlocks =
-    kPack * sizeof(real) > 16 ? 2 + (sizeof(real) == 4 && !Last<Pass>::is_much && Last<Pass>::held < 5)
-                              : 3 + !Last<Pass>::is_much;
+constexpr bool kIsLight = !Last<Pass>::is_much && Last<Pass>::held < 5 && !has_windows<Pass>;
+template <class Pass>
+constexpr int kTurnedBlocks = sizeof(real) > 4       ? 2
+                              : kPack > 4            ? 2 + kIsLight<Pass>
+                              : Last<Pass>::held < 9 ? 3 + kIsLight<Pass>
+                                                     : 2;
+template <class Pass> constexpr int kTurnedAtOnce = sizeof(real) == 4 && Last<Pass>::held < 10 ? 2 : 1;
 
 // values: v in planes, where it is not the tile's. source, target: what is channels last.
 template <class Pass, Tiled tiled, Order order>
@@ -224,7 +234,7 @@ __global__ void __launch_bounds__(kPlaneThreads, kTurnedBlocks<Pass>)
     const Tile tile(block<order>(), extent, shared, parts, channel_tiles, number);
     if (kReads) tile.load(source);
     if (kReads || number) __syncthreads();  // the tile is there, or the one before is written
-    TurnedPlane<tiled> plane(tile, values, parts);
+    TurnedPlane<tiled, kTurnedAtOnce<Pass>> plane(tile, values, parts);
     if (plane.is_there()) pass(plane);
     __syncthreads();  // all channels are there, and nobody reads the tile any more
     if (!kReads) tile.store(target, for_tf32);

@@ -50,11 +50,8 @@ __device__ __forceinline__ float store_units(const Tile& tile, uint4* units, flo
 
 #endif
 
-// On a multiprocessor; where a pass has much by channel, registers are full of that (as Last's in last.cuh).
-template <class Pass, class = void> constexpr int kUnitsBlocks = 4;
-template <class Pass>
-constexpr int kUnitsBlocks<Pass, std::void_t<decltype(Pass::kHeld)>> =
-    Pass::kHeld + 3 * Pass::kSums > 10 ? 3 : 4;
+// On a multiprocessor; where a pass has much by channel, registers are full of that.
+template <class Pass> constexpr int kUnitsBlocks = Last<Pass>::held < 9 ? 4 : 3;
 
 // Grid: blocks of each sample, which go through its tiles; ahead through each kSeen-th of a plane.
 template <class Pass>
@@ -78,7 +75,7 @@ __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 :
   for (unsigned i = blockIdx.x % blocks; i < tiles; i += blocks) {
     const unsigned part = i / channel_tiles * (ahead ? kSeen : 1);
     const Tile tile(extent, shared, n, part, int(i % channel_tiles) * kTileChannels);
-    TurnedPlane<Tiled::kWritten> plane(tile, values, parts);
+    TurnedPlane<Tiled::kWritten, kTurnedAtOnce<Pass>> plane(tile, values, parts);
     if (plane.is_there()) pass(plane);
     __syncthreads();  // all channels are there
     const float largest = store_units(tile, units + n * of_sample, conv::power_of_two(exponent), !ahead);
