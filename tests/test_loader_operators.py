@@ -364,6 +364,41 @@ def test_saving():
     assert torch.equal(torch.autograd.grad(compiled(x).sum(), x)[0], x.exp())
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_backward_takes_the_result(planned):
+    """What is there anyway, whoever sees the operators; changed in between, it is noticed."""
+    plans = {"plan": lambda x, *, saving: SimpleNamespace(keeps_result=True)} if planned else {}
+
+    def forward(x: Tensor, *, saving: bool, plan=None) -> tuple[Tensor, ...]:
+        return (x.relu(),)
+
+    def backward(dy, x, y, *, needs, plan=None):
+        return [torch.where(y > 0, dy, 0.0)]
+
+    def like(x, *, saving):
+        return (torch.empty_like(x),)
+
+    operator = declare(
+        f"tested_keeps_{planned}",
+        forward,
+        shapes=like,
+        backward=backward,
+        keeps_result=lambda x: True,
+        **plans,
+    )
+    x, dy = torch.randn(2, 40, dtype=torch.float64)
+    x.requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
+    for call in (operator, operator.registered, compiled):
+        assert torch.equal(torch.autograd.grad(call(x), x, dy)[0], torch.where(x > 0, dy, 0.0))
+    y = operator(x)
+    with torch.no_grad():
+        y += 1.0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+
+
 class Arguments(NamedTuple):
     x: Tensor
     weight: Tensor
