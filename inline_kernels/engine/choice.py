@@ -124,6 +124,7 @@ FEW_LIBRARY = 1.4
 # takes of more. Where stream is expected to take less than so much of that it runs (trials/short_rows.json: within a ninth on average, 0.41 at most).
 WIDE_TILES = {2: (12.6, 0.25, 0.0545), 4: (13, 0.91, 0.0515), "split": (10, 1.39, 0.27)}
 WIDE_PRODUCTS, WIDE_LATER, WIDE_LOSES = 36, 1.4, 0.9
+WIDE_BYTES = 2.0e6  # a microsecond (2 images of 512 channels, 287 x 174, to 384 by 1 x 1: 0.417 ms, where stream takes 0.251)
 VIEWS, VIEWS_POSITIONS = 0, 128  # as `folded`; of a tile
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
@@ -332,7 +333,7 @@ def volume_microseconds(image: Sequence[int], filters: Sequence[int], itemsize: 
 def wide_microseconds(
     image: Sequence[int], filters: Sequence[int], itemsize: int, split: bool, device
 ) -> float:
-    """Of kernels/conv/wide.cuh's products, of images without zeros around them."""
+    """Of kernels/conv/wide.cuh's products, of images without zeros around them; or of its reading x, which each block of channels out does."""
     outputs, channels, *kernel = filters
     rows, columns = (size - taps + 1 for size, taps in zip(image[2:], kernel))
     block = 128 if outputs > 64 else 64
@@ -341,7 +342,8 @@ def wide_microseconds(
     start, tile, product = WIDE_TILES["split" if split else itemsize]
     tile += product * products * block / 64
     tile *= WIDE_LATER if products > WIDE_PRODUCTS else 1
-    return start + -(-tiles // device.multiprocessors) * tile / device.scale.clock
+    read = math.prod(image) * itemsize * -(-outputs // block) / (WIDE_BYTES * device.scale.memory)
+    return start + max(read, -(-tiles // device.multiprocessors) * tile / device.scale.clock)
 
 
 def wide_loses(ours: float, by_stream: float) -> bool:
