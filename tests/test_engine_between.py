@@ -157,10 +157,8 @@ def layouts(gpu, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize(
     "name, phase",
     [
-        *(
-            (name, "train_dx") for name in MODELS if name != "resnet18"
-        ),  # of which filters' gradients are, below
-        *((name, "forward") for name in MODELS if name != "unet"),
+        *((name, "train_dx") for name in MODELS),
+        *((name, "forward") for name in MODELS if name not in ("unet", "resnet18")),
     ],
 )
 def test_is_right(name, phase, layouts, monkeypatch):
@@ -171,7 +169,7 @@ def test_is_right(name, phase, layouts, monkeypatch):
     assert not layouts[0] and any(layouts)
 
 
-@pytest.mark.parametrize("name", ["chain", "branches", "before", "resnet18"])
+@pytest.mark.parametrize("name", ["chain", "branches", "before"])
 def test_filters_gradients_of_our_own(name, layouts, monkeypatch):
     """Of x and dz channels last, of all of float32's digits."""
     monkeypatch.setattr(between, "rounds", lambda segment, x: False)
