@@ -8,7 +8,7 @@ It has schedule.py's functions and signatures, and runs a segment where
   else the segment computes from it, the schedule `load` does in passes over windows;
 - the convolution has one group, and one of the `MAINLOOPS` can run it: with a stride or dilation `stream` alone, with zeros around x those of few channels in, too.
 
-Where backward follows, what it needs of v (float32) is stored beside y, in the same launch; backward is `load`'s, which starts from that. A tail that
+Where backward follows, what it needs of v is stored beside y, in the same launch (float32; in 16 bits it may need y alone); backward is `load`'s, which starts from that. A tail that
 takes longer so than in a pass behind v (choice.inside_loses) is left to the schedule `stored`.
 
 For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` and `stream` one,
