@@ -207,7 +207,7 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
     kept = _kept([root.node for root in roots.values()], z)
     if kind.reads_y and not only_v:
         known = _masks_by_result(y, past.was(y), kept)
-        roots = {key: root._replace(node=replaced(root.node, known)) for key, root in roots.items()}
+        roots = {key: root._replace(node=_instead(root.node, known)) for key, root in roots.items()}
         kept = _kept([root.node for root in roots.values()], z)
     own = _OfPickedV(graph, z, kept)
     roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
@@ -250,10 +250,10 @@ def _masks_by_result(y: Node, then: Node, kept: Sequence[Node]) -> dict[Node, No
     return {mask: y.graph.leaf("y", y.space, "y").le(0.0)}
 
 
-def replaced(node: Node, known: dict[Node, Node]) -> Node:
-    """The node, of what `known` gives for some beneath, in which all that was made is kept then."""
+def _instead(node: Node, known: dict[Node, Node]) -> Node:
+    """The node, with what `known` gives in the place of some beneath; what is made for it is known from then on."""
     if known and node not in known:
-        args = [replaced(a, known) for a in node.args]
+        args = [_instead(a, known) for a in node.args]
         same = all(a is b for a, b in zip(args, node.args))
         known[node] = node if same else node.graph.make(node.op, *args, attr=node.attr, space=node.space)
     return known.get(node, node)

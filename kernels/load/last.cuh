@@ -75,6 +75,7 @@ template <class Pass> constexpr bool has_windows<Pass, std::enable_if_t<Pass::kW
 // at once where it computes little, or its registers would spill: at most kMostAtOnce instructions, a sum
 // counted as kOfASum.
 constexpr int kMostAtOnce = 24, kOfASum = 8;
+// A pass that doesn't say counts as one that has much.
 template <class Pass, class = void> struct Last {
   static constexpr int channels = kPack, held = 99, at_once = 1,
                        blocks = channels * sizeof(real) > 16 ? 2 : 3;
