@@ -112,12 +112,16 @@ def test_bounds_of_rules_are_scaled():
 
 
 def test_stream_s_times_are_scaled():
-    sizes, how = ((32, 256, 28, 28), (256, 256, 3, 3), 32 * 26 * 26, 2), choice.Streamed(packs=False)
-    columns, time = choice.stream_columns(*sizes[1:], H200, how)
+    sizes, how = (
+        ((32, 256, 28, 28), (256, 256, 3, 3), 32 * 26 * 26, 2),
+        choice.Streamed(packs=False, last=True, inside=True),
+    )
+    columns, _, time = choice.stream_tile(*sizes[1:], H200, how)
     slow = H200._replace(scale=choice.Scale(0.5, 0.5, 1))
     start = choice.STREAM_TILES[2][columns][0]
-    assert choice.stream_columns(*sizes[1:], slow, how) == (
+    assert choice.stream_tile(*sizes[1:], slow, how) == (
         columns,
+        1,
         pytest.approx(start + 2 * (time - start)),
     )
     assert "faster at such sizes" in choice.stream_loses(*sizes, H200, how)

@@ -381,10 +381,17 @@ def test_a_model_is_free_again(clock):
 
 
 def test_rules_are_silent_for_candidates_alone(monkeypatch):
-    monkeypatch.setattr(direct, "_chosen", lambda *_: choice.is_silent())
+    def chosen(case):
+        if case == "slower" and not choice.is_silent():
+            raise direct.Unsupported("slower")
+        return choice.is_silent()
+
+    monkeypatch.setattr(direct, "_chosen", chosen)
     monkeypatch.setattr(direct, "_build", lambda written, *_: written)
-    assert choice.able(direct).requests(None) == [True]
-    assert direct.requests(None) == [False]
+    assert choice.able(direct).requests("slower") == [True]
+    assert choice.able(direct).requests("faster") == direct.requests("faster") == [False]
+    with pytest.raises(direct.Unsupported):
+        direct.requests("slower")
     monkeypatch.setattr(direct, "_build", lambda *_: 1 / 0)
     with contextlib.suppress(ZeroDivisionError):
         choice.able(direct).requests(None)

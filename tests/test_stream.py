@@ -13,7 +13,7 @@ from test_emulated import Emulated, folder, library_of, pytestmark  # noqa: F401
 
 INF, NAN = float("inf"), float("nan")
 SOURCE = """
-#include "conv/stream.cuh"
+#include "conv/taps.cuh"
 EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t stride, int64_t before, int64_t behind,
                     int64_t dilation, cudaStream_t stream) {
   const int s = stride, b = before, e = behind, d = dilation;
@@ -25,9 +25,12 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
   const conv::Walk walk{{1, s, s}, {0, b, b}, {0, e, e}, {1, d, d}};
 #endif
   using Operands = conv::Operands<value_t, SPLIT>;
-#if X_LAST == Y_LAST || !FOLDED
-  conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, SHARED_LIMIT, X_LAST, FOLDED, Y_LAST, false>(
+#if BY_TAPS
+  conv::by_taps<Filter, Operands, COLUMNS, 1, LEAD, SHARED_LIMIT, X_LAST, Y_LAST, false>(
       x, weight, walk, stream, conv::Stored{y, conv::Identity{}});
+#elif X_LAST == Y_LAST || !FOLDED
+  conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, SHARED_LIMIT, X_LAST, FOLDED, Y_LAST, false, conv::Unpooled,
+                 SHARES>(x, weight, walk, stream, conv::Stored{y, conv::Identity{}});
 #else
   const Scratch<uint32_t> largest(x.size(0), stream);
   conv::stream<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST, FOLDED>(
@@ -53,6 +56,9 @@ CASES = [
     ((24, 3, 2, 7), (2, 9, 11), 192, (2, 3, 2, 1)),
     ((40, 13, 2, 3, 3), (2, 4, 5, 3), 128, (1, 1, 2, 1)),
     ((40, 8, 3, 3), (2, 9, 7), 128, (1, 1, 1, 2)),
+    ((72, 136, 1, 1), (3, 9, 6), 128, (2, 0, 0, 1)),
+    ((24, 20, 1, 1, 1), (2, 5, 4, 7), 128, (3, 0, 0, 1)),
+    ((40, 40, 1, 1), (2, 9, 7), 128, (2, 1, 0, 1)),
 ]
 
 
@@ -79,14 +85,17 @@ def stream(folder):  # noqa: F811
         split=False,
         views=False,
         shared=227 << 10,
+        shares=1,
+        by_taps=False,
     ):
         axes = "DHW"[5 - weight.dim() :]
         dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", *(f"KERNEL_{axis}" for axis in axes)), weight.shape))
         result = result or x.dtype
         defines = dims | {"COLUMNS": columns, "X_LAST": int(x_last), "Y_LAST": int(y_last), "LEAD": lead}
-        defines["SHARED_LIMIT"] = shared
+        defines |= {"SHARED_LIMIT": shared, "SHARES": shares, "BY_TAPS": int(by_taps)}
         defines["SPLIT"] = int(split)
-        folded = choice.stream_folded(weight.shape, settings[-1], not x_last, split)
+        packs = not x_last or x.dtype == torch.float32 or x.shape[1] % 8
+        folded = choice.stream_folded(weight.shape, settings[-1], packs, split)
         defines["FOLDED"] = 0 if views else folded
         defines |= {"VALUE_T": TYPES[x.dtype], "OUTPUT_T": TYPES[result]}
         kernels = Emulated(SOURCE, library_of(SOURCE, 900, defines, (), folder))
@@ -142,6 +151,45 @@ def test_split(filters, image, columns, settings, stream):
     torch.testing.assert_close(y[finite], eager[finite], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("case, shares", [(0, 2), (2, 3), (7, 3), (8, 3), (9, 2)], ids=str)
+@pytest.mark.parametrize("split, last", [(False, False), (True, True)])
+def test_shares(case, shares, split, last, stream):
+    """Of K, added behind: steps of both kinds, groups and taps, whose number is no multiple; and what can't be held."""
+    filters, image, columns, settings = CASES[case]
+    x, weight = drawn(filters, image, torch.float32)
+    given = {"split": split, "x_last": last, "y_last": last, "shares": shares}
+    assert_close(stream(x, weight, columns, settings, **given), x, weight, settings, split)
+    x[0, 0].view(-1)[5] = INF
+    y, eager = stream(x, weight, columns, settings, **given), convolved(x, weight, settings)
+    assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
+
+
+@pytest.mark.parametrize(
+    "filters, image, settings",
+    [
+        ((3, 72, 3, 3), (3, 9, 7), (1, 1, 1, 1)),
+        ((1, 64, 2, 3), (2, 11, 9), (2, 0, 1, 2)),
+        ((5, 24, 3, 1, 2), (2, 4, 5, 6), (1, 2, 1, 1)),
+        ((14, 20, 3, 3), (2, 7, 8), (1, 1, 2, 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "dtype, split, last",
+    [(torch.float32, False, False), (torch.float32, True, True), (torch.bfloat16, False, True)],
+)
+def test_taps(dtype, split, last, filters, image, settings, stream):
+    """A channel for each tap, which are added behind, with padding, strides and dilation; and what can't be held."""
+    x, weight = drawn(filters, image, dtype)
+    given = {"split": split, "x_last": last, "y_last": last, "by_taps": True}
+    assert_close(stream(x, weight, 128, settings, **given), x, weight, settings, split)
+    x[1] *= 1e-30
+    x[0, 0].view(-1)[5] = INF
+    y, eager = stream(x, weight, 128, settings, **given), convolved(x.float(), weight.float(), settings)
+    assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
+    assert_close(y[1:], x[1:], weight, settings, split)
+
+
 # Channels of one, two, three and five eights; an odd number of taps, and an even one; planes, rows and tiles that end anywhere.
 VIEWS = [
     ((40, 8, 3, 3), (3, 9, 7), 128, (1, 1, 1, 1)),
@@ -153,17 +201,17 @@ VIEWS = [
 ]
 
 
-@pytest.mark.parametrize("y_last", [False, True])
+@pytest.mark.parametrize("x_last, y_last", [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("case", range(len(VIEWS)))
 @pytest.mark.parametrize(
     "dtype, split", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
 )
-def test_views(dtype, split, case, y_last, stream):
+def test_views(dtype, split, case, x_last, y_last, stream):
     """Operands that are views of a patch; infinities and NaN stay where they are, those of weights, too."""
     filters, image, columns, settings = VIEWS[case]
     x, weight = drawn(filters, image, dtype)
     x[1] *= 1e-30
-    given = {"split": split, "views": True, "y_last": y_last}
+    given = {"split": split, "views": True, "x_last": x_last, "y_last": y_last}
     assert_close(stream(x, weight, columns, settings, **given), x, weight, settings, split)
     x[0].view(-1)[[5, 17]] = torch.tensor([INF, NAN], dtype=dtype)
     if not split:  # its high parts of both would be zeros
@@ -181,6 +229,26 @@ def test_views_in_little_memory(split, kilobytes, stream):
     x, weight = drawn(filters, image, torch.float32)
     y = stream(x, weight, columns, settings, split=split, views=True, shared=kilobytes << 10)
     assert_close(y, x, weight, settings, split)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    "dtype, case",
+    [(torch.float32, i) for i in (0, 3, 5, 6, 7, 9, 10, 12, 13)] + [(torch.bfloat16, 10)],
+    ids=str,
+)
+def test_channels_last(dtype, case, split, stream):
+    """x is packed as it lies; with infinities what is beside them is computed again."""
+    filters, image, columns, settings = CASES[case]
+    x, weight = drawn(filters, image, dtype)
+    split &= dtype == torch.float32
+    given = {"x_last": True, "y_last": True, "split": split}
+    assert_close(stream(x, weight, columns, settings, **given), x, weight, settings, split)
+    x[1] *= 1e-30
+    x[0, 0].view(-1)[5] = INF
+    y, eager = stream(x, weight, columns, settings, **given), convolved(x.float(), weight.float(), settings)
+    assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
+    assert_close(y[1:], x[1:], weight, settings, split)
 
 
 @pytest.mark.parametrize("result, case", [(torch.float16, 7), (torch.float32, 0)], ids=str)

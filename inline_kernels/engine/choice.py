@@ -9,6 +9,7 @@ are scaled (`Scale`), and so are the bounds of rules: with them a GPU is as busy
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -87,6 +88,8 @@ STREAM_TILES = {
 # What the copy engine takes at most for a row of operands of a position, few or many; a tile takes that where it is more. Fitted to sizes of
 # 64 channels out in trials/stream.json, and to 47 in benchmarks/results/fuse/2026-11-25-h200-stream.json, before rows were folded.
 STREAM_ROW = 0.003
+# In how many shares a tile's products may be, of so many steps at least, and what adds them (kernels/conv/terms.cuh).
+STREAM_SHARES, LEAST_SHARE, SUMMING_START = (1, 2, 3, 4, 6, 8), 4, 3
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
 # By views of patches (kernels/conv/stream_views.cuh), in microseconds: of all launches beside what packs, and how much longer a tile takes where operands
@@ -98,6 +101,14 @@ VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL, VIEWS_KILOBYTE = 0.41, 0.031, 0.014, 0
 LIBRARY_STARTS = {2: 10, 4: 12}
 LIBRARY_TURNS = 32  # channels, from which on x in planes is turned for it (layouts.py)
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
+# Of images with so many channels out at most it computes as many; of filters with more than nine taps in 16 bits (channels are computed 64 at once);
+# in TF32 where a dilation is more than 2; and where channels are no multiple of four, of which it has no operands as they lie, a multiprocessor's of
+# tiles of so many positions and channels out (trials/library_rates.json).
+LIBRARY_FEW_OUT, FEW_OUT = {2: 220e6, 4: 107e6}, 32
+LIBRARY_TAPS, LIBRARY_DILATED = 450e6, 110e6
+LIBRARY_UNALIGNED, UNALIGNED_TILE = 0.97e6, 128
+# Of volumes in 16 bits, of channels and from so many on; of fewer channels out than 64, or in than 32, as of those (the same record).
+LIBRARY_VOLUMES_16, LIBRARY_VOLUMES_16_MOST, VOLUMES_MANY = 440e6, 700e6, 128
 # Of volumes in TF32, for each channel in, of few at least, and at most (benchmarks/results/fuse/2026-11-24-h200-forward.json: 31e6 and 43e6 with 8, 130e6
 # with 32); of channels out it computes 32 at once (trials/views.json: 41e6 from 16 to 16), of channels and taps, too (trials/random_speed.json).
 LIBRARY_VOLUMES, LIBRARY_VOLUMES_LEAST, LIBRARY_VOLUMES_MOST = 4e6, 15e6, 200e6
@@ -119,6 +130,9 @@ VOLUME_START = 12
 # How much faster the library's convolution must be expected to be for a mainloop of few channels to give way: of 5 x 1 and 1 x 1 filters it took three
 # times as long as expected (trials/random_speed.json: 6006, 6053).
 FEW_LIBRARY = 1.4
+# Where the library runs the tail inside, what is launched behind it can't be why it takes longer: only where stream is expected to take so much of its
+# time it runs.
+SURE_INSIDE = 0.85
 # kernels/conv/wide.cuh, that only writes v, by the bytes of a value, or where operands are split: microseconds of all, of any tile, 128 columns of a row and
 # 64 or 128 channels out, and of each of its products, of 16 terms for 64 channels; of how many of those weights are in registers, and how much longer it
 # takes of more. Where stream is expected to take less than so much of that it runs (trials/short_rows.json: within a ninth on average, 0.41 at most).
@@ -169,7 +183,8 @@ class Streamed(NamedTuple):
     operands has the pixels, or 0: they are views; views: the microseconds of those, of a result that is stored, if they
     could be; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are pooled to
     one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved; beside_wide: could kernels/conv/wide.cuh
-    write v?"""
+    write v? last: does x lie channels last? dilation: the filter's. inside: would the library run the tail inside its convolution? shared: may a tile's products be shares, which are
+    added behind?"""
 
     packs: bool = True
     split: bool = False
@@ -179,7 +194,19 @@ class Streamed(NamedTuple):
     passes: int = 1
     alone: bool = False
     beside_wide: bool = False
+    dilation: int = 1
     views: float | None = None
+    last: bool = False
+    inside: bool = False
+    shared: bool = False
+
+
+class StreamTile(NamedTuple):
+    """The fastest: its columns, in how many shares its products are computed, and the microseconds of all products."""
+
+    columns: int
+    shares: int
+    microseconds: float
 
 
 def stream_folded(filters: Sequence[int], dilation: int, packs: bool, split: bool) -> int:
@@ -204,19 +231,17 @@ def _pixel(channels: int, split: bool) -> int:
     return -(-channels // 8) * 8 * (1 + split)
 
 
-def stream_columns(
-    filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
-) -> tuple[int, float]:
-    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all of v. device: a tiling.Device."""
+def stream_tile(filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed) -> StreamTile:
+    """positions: of all of v. device: a tiling.Device."""
     if how.folded == VIEWS:
-        return VIEWS_POSITIONS, how.views
+        return StreamTile(VIEWS_POSITIONS, 1, how.views)
     outputs, channels, *kernel = filters
     block = 128 if outputs > 64 else 64
     row, copies = _pixel(channels, how.split) * how.folded, math.prod(kernel) // how.folded
     blocks, group = -(-outputs // block), 64 if row > 32 else 32 if row > 16 else 16
     copies *= -(-row // group)
-    steps = -(-copies // (64 // group))
-    found = {}
+    steps, results = -(-copies // (64 // group)), positions * outputs
+    found = []
     for columns, (start, tile, step) in (SPLIT_TILES if how.split else STREAM_TILES[itemsize]).items():
         if how.reduces and columns > 128:
             continue
@@ -224,26 +249,44 @@ def stream_columns(
         # Two blocks are a cluster, side by side in channels, and each fetches half of the positions, or else in positions.
         shared = 2 if blocks % 2 == 0 else 1
         units = blocks // shared * -(-positions // (of_tile * 2 // shared))
-        turns = -(-units // max(device.multiprocessors // 2, 1))
-        products = max(tile + steps * step, copies * of_tile // shared * STREAM_ROW)
-        found[columns] = start + turns * products / device.scale.clock
-    fastest = min(found, key=found.get)
-    return fastest, found[fastest]
+        for shares in STREAM_SHARES if how.shared else (1,):
+            if shares * LEAST_SHARE > steps and shares > 1:
+                continue
+            turns = -(-units * shares // max(device.multiprocessors // 2, 1))
+            of_step = max(-(-steps // shares) * step, copies * of_tile // shared * STREAM_ROW / shares - tile)
+            time = start + turns * (tile + of_step) / device.scale.clock
+            if shares > 1:
+                time += SUMMING_START + 8 * shares * results / (PASS_BYTES * device.scale.memory)
+            found.append(StreamTile(columns, shares, time))
+    return min(found, key=lambda each: each.microseconds)
 
 
 def stream_microseconds(
     image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
 ) -> float:
     """Of stream's products and of what packs for them."""
-    products = stream_columns(filters, positions, itemsize, device, how)[1] * how.passes
+    products = stream_tile(filters, positions, itemsize, device, how).microseconds * how.passes
     packed = math.prod(filters) + how.packs * math.prod(image)
     launches = 1 + how.packs + 2 * (itemsize == 4)
     moved = packed * (itemsize + 2 + 2 * how.split) / (PASS_BYTES * device.scale.memory)
     return products + launches * PACKING_START + moved
 
 
-def _librarys_rate(image: Sequence[int], filters: Sequence[int], itemsize: int, split: bool) -> float:
-    """Multiplications and additions a microsecond of the library's convolution; split: where it runs no TF32."""
+def taps_microseconds(
+    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
+) -> float:
+    """Of kernels/conv/taps.cuh, with what packs for it and what adds its products."""
+    outputs, channels, *kernel = filters
+    terms, pixels = outputs * math.prod(kernel), image[0] * math.prod(image[2:])
+    spread, how = (terms, channels, *[1] * len(kernel)), how._replace(folded=1, shared=False)
+    moved = 8 * terms * pixels + itemsize * outputs * positions
+    ours = stream_microseconds(image, spread, pixels, itemsize, device, how)
+    return ours + SUMMING_START + moved / (PASS_BYTES * device.scale.memory)
+
+
+def _librarys_rate(image: Sequence[int], filters: Sequence[int], itemsize: int, how: Streamed) -> float:
+    """Multiplications and additions a microsecond of the library's convolution; how.split: where it runs no TF32."""
+    split = how.split
 
     def computed(count: int, at_once: int) -> float:
         return -(-count // at_once) * at_once / count
@@ -254,8 +297,19 @@ def _librarys_rate(image: Sequence[int], filters: Sequence[int], itemsize: int, 
     few = LIBRARY_FEW * channels * math.prod(kernel) / computed(outputs, 16) if is_few else math.inf
     if len(kernel) == 3 and itemsize == 2 and channels < 8:
         return LIBRARY_VOLUMES_FEW / computed(outputs, 16)
-    if not split and (len(kernel) == 2 or itemsize == 2):
-        return min(LIBRARY_OPERATIONS[itemsize], few)
+    if len(kernel) == 3 and itemsize == 2:
+        many = min(channels, outputs) >= VOLUMES_MANY
+        rate = LIBRARY_VOLUMES_16_MOST if many else LIBRARY_VOLUMES_16
+        return rate * min(outputs / 64, 1) * min(channels / 32, 1)
+    if not split and len(kernel) == 2:
+        rate = LIBRARY_OPERATIONS[itemsize]
+        if outputs <= FEW_OUT:
+            rate = LIBRARY_FEW_OUT[itemsize] / computed(outputs, FEW_OUT)
+        elif itemsize == 2 and math.prod(kernel) > 9:
+            rate = LIBRARY_TAPS / computed(outputs, 64) / computed(channels, 64)
+        elif itemsize == 4 and how.dilation > 2:
+            rate = LIBRARY_DILATED
+        return min(rate, few)
     if not split:
         rate = min(max(LIBRARY_VOLUMES * channels, LIBRARY_VOLUMES_LEAST), LIBRARY_VOLUMES_MOST)
         return rate * min(outputs / 32, 1) / taps
@@ -268,25 +322,34 @@ def _librarys_rate(image: Sequence[int], filters: Sequence[int], itemsize: int, 
     return max(rate, LIBRARY_ONE_CHANNEL) if channels == 1 and len(kernel) == 2 else rate
 
 
+def _librarys_products(image, filters, positions: int, itemsize: int, device, how: Streamed) -> float:
+    """Their microseconds."""
+    outputs, channels, *kernel = filters
+    sums = 2 * channels * math.prod(kernel)
+    if len(kernel) == 2 and itemsize == 4 and not how.split and (outputs % 4 or channels % 4):
+        tiles = -(-positions // UNALIGNED_TILE) * -(-outputs // UNALIGNED_TILE)
+        turns = -(-tiles // device.multiprocessors)
+        return turns * UNALIGNED_TILE**2 * sums / (LIBRARY_UNALIGNED * device.scale.clock)
+    rate = _librarys_rate(image, filters, itemsize, how)
+    return positions * outputs * sums / (rate * device.scale.compute)
+
+
 def _by_library(
     image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
 ) -> float:
     """Microseconds of the library's convolution, and of passes over v behind it that ours saves."""
     x, v, bytes_a_time = math.prod(image), positions * filters[0], PASS_BYTES * device.scale.memory
     moved = (x + math.prod(filters) + v) * itemsize / bytes_a_time
-    rate = _librarys_rate(image, filters, itemsize, how.split)
-    operations = 2 * v * math.prod(filters[1:]) / device.scale.compute
-    found = LIBRARY_STARTS[itemsize] + max(operations / rate, moved)
-    if how.packs and not how.split and min(filters[:2]) >= LIBRARY_TURNS:
+    products = _librarys_products(image, filters, positions, itemsize, device, how)
+    found = LIBRARY_STARTS[itemsize] + max(products, moved)
+    if not how.last and not how.split and min(filters[:2]) >= LIBRARY_TURNS:
         found += PACKING_START + 2 * x * itemsize / bytes_a_time
     if how.beside_wide:
         by_wide = wide_microseconds(image, filters, itemsize, how.split, device)
         found = min(found, max(by_wide, LIBRARY_STARTS[itemsize] + moved))
-    if how.alone:
+    if how.alone or how.inside:
         return found
-    # Channels last the library may run the tail inside, and then no pass is launched behind it.
-    launches = how.passes * how.packs
-    return found + launches * PACKING_START + (how.passes * v + v / how.window) * itemsize / bytes_a_time
+    return found + how.passes * PACKING_START + (how.passes * v + v / how.window) * itemsize / bytes_a_time
 
 
 def stream_loses(
@@ -294,13 +357,27 @@ def stream_loses(
 ) -> str | None:
     """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None."""
     ours = stream_microseconds(image, filters, positions, itemsize, device, how)
-    products = stream_columns(filters, positions, itemsize, device, how)[1] * how.passes
+    products = stream_tile(filters, positions, itemsize, device, how).microseconds * how.passes
     reading = how.passes * pass_microseconds(filters, positions, itemsize, device)
     if how.folded != VIEWS and how.views is not None and how.views + reading < products:
         return "v by views of patches, and passes over it, take less time"
     if how.beside_wide:  # a tile's time is of what is small
         ours += positions * filters[0] / how.window * itemsize / (PASS_BYTES * device.scale.memory)
-    if ours < _by_library(image, filters, positions, itemsize, device, how):
+    return library_wins(ours, image, filters, positions, itemsize, device, how)
+
+
+def library_wins(
+    ours: float,
+    image: Sequence[int],
+    filters: Sequence[int],
+    positions: int,
+    itemsize: int,
+    device,
+    how: Streamed,
+) -> str | None:
+    """Why not a mainloop that takes so many microseconds in stream's place; or None."""
+    sure = SURE_INSIDE if how.inside else 1
+    if ours < sure * _by_library(image, filters, positions, itemsize, device, how):
         return None
     behind = " is" if how.alone else " and a pass behind it are"
     return f"the library's convolution{behind} faster at such sizes"
@@ -366,7 +443,7 @@ def narrow_loses(
     copied, with zeros around it? others: microseconds by other mainloops."""
     moved = 2 * math.prod(image) * itemsize / (PASS_BYTES * device.scale.memory)
     ours = how.passes * products + (PACKING_START + moved if copies else 0)
-    theirs = _by_library(image, filters, positions, itemsize, device, how._replace(packs=True))
+    theirs = _by_library(image, filters, positions, itemsize, device, how)
     if FEW_LIBRARY * theirs <= ours:
         return "the library's convolution is faster at such sizes"
     return "another mainloop is faster at such sizes" if others <= ours else None
@@ -518,10 +595,12 @@ _silent = threading.local()
 
 @functools.cache
 def able(schedule: object) -> object:
-    """A schedule that runs a segment wherever it can, though it be slower by the rules: for who times it."""
+    """A schedule that runs a segment wherever it can, as rules say, or, where they leave it, though it be slower: for who times it."""
 
     def silent(function: Callable) -> Callable:
         def called(*given, **keywords):
+            with contextlib.suppress(schedule.Unsupported):
+                return function(*given, **keywords)
             before, _silent.is_so = is_silent(), True
             try:
                 return function(*given, **keywords)

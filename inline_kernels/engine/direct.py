@@ -445,8 +445,7 @@ def _chosen(case: Case) -> Written:
     if by_depth and (case.saving or not case.last):
         raise Unsupported("backward needs v" if case.saving else "y lies in planes")
     check(case, by_depth)
-    if case.last and not choice.is_silent() and inside.runs(case):
-        raise Unsupported("the library runs the tail inside its convolution, channels last")
+    by_library = case.last and not choice.is_silent() and inside.runs(case)
     if segment.updates or segment.random:
         raise Unsupported("the tail has statistics or dropout")
     composed = programs.composed_of(segment, programs.kind_for(case)) if case.saving else None
@@ -465,7 +464,8 @@ def _chosen(case: Case) -> Written:
                 raise Unsupported("x or y lies channels last, other inputs may not")
             if (case.stays_last and not takes_last or mainloop.lies_last) and written.rest:
                 raise Unsupported(mainloops.STAYS_LAST)
-            if (reason := mainloop.refuses(_job(written, case))) is None:
+            job = _job(written, case)._replace(inside=by_library)
+            if (reason := mainloop.refuses(job)) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
             if reason == mainloops.SLOWER_INSIDE:  # by another mainloop, too, which is slower
@@ -485,7 +485,7 @@ def check(case: Case, by_depth: bool = False) -> None:
         raise Unsupported("there is no convolution")
     if case.segment.conv.groups != 1 and not by_depth:
         raise Unsupported("the convolution has groups")
-    if case.stays_last and case.saving and not mainloops.takes_last(case.x):
+    if case.stays_last and case.saving and not library.is_channels_last(case.x):
         raise Unsupported(mainloops.STAYS_LAST)
     sizes = case.sizes
     results = sizes.N * sizes.C * sizes.positions("e")
@@ -535,10 +535,19 @@ def describe(case: Case) -> str:
     if rest := written.rest:
         plan = load_plan.Plan.of(case, rest)
         line += f", then {load_words.passes_in_words(plan, rest.forward, rest.forward_names)}"
-    if written.saving:
-        plan = load_plan.Plan.of(case, written.saving)
-        line += load_words.backward_in_words(plan, case.x, case.weight)
+    if back := _back(written, case):
+        line += load_words.backward_in_words(back, case.x, case.weight)
     return line
+
+
+def _back(written: Written, case: Case) -> load_plan.Plan | None:
+    """What backward is planned with: with y channels last where it is stored so."""
+    if written.saving is None:
+        return None
+    back = load_plan.Plan.of(case, written.saving)
+    if _build(written, case)["defines"].get("RESULTS_LAST"):
+        back.last = load_plan.is_last(case, written.saving)
+    return back
 
 
 # ------------------------------------------------------------------------------------------------------------------ running
@@ -568,7 +577,7 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
     behind = [Entry(m.name, dtypes[m.ctype], m.argument) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
-    rest, back = (each and load_plan.Plan.of(case, each) for each in (written.rest, written.saving))
+    rest, back = written.rest and load_plan.Plan.of(case, written.rest), _back(written, case)
     if back:
         back.kernels, back.convolution = kernels, library.Convolution.of(segment.conv, case.weight)
     if rest:

@@ -21,6 +21,7 @@ from .passes import Unsupported
 # Bytes that narrow3d's staging takes (store/runs.cuh); that sinks take with what the mainloop has itself: those that store, beside some that
 # reduce (`pinned_sums`); those that only reduce.
 _RUNS_SHARED, _STORES_SHARED, _REDUCES_SHARED = 34 << 10, 42 << 10, 14 << 10
+MOST_TAPS = 128  # channels of a block
 STAYS_LAST = "its result stays channels last for the next convolution"
 SLOWER_INSIDE = "v, and a pass over it, take less time than such a tail"
 
@@ -119,6 +120,7 @@ class Job(NamedTuple):
     last: bool = False
     rounds: bool = False
     instructions: int = 0  # of an element's tails, about
+    inside: bool = False  # would the library run the tail inside its convolution?
 
     @property
     def window(self) -> int:
@@ -224,7 +226,9 @@ class Mainloop(NamedTuple):
     def refuses(self, job: Job) -> str | None:
         """Why it can't run, or is not faster than the schedule `load`; or None. Channels last the library's tensor cores take operands as they lie,
         and ours would turn x, and y again."""
-        x, own = job.x, self.walks and self.takes_last(job.x)
+        x, own = job.x, self.takes_last(job.x)
+        if job.inside and not own:
+            return "the library runs the tail inside its convolution"
         if self.is_exact and _limits(job):
             return "it is more exact than eager"
         if not own and library.is_channels_last(x) and not choice.is_silent():
@@ -240,8 +244,8 @@ class Mainloop(NamedTuple):
         return reason
 
     def takes_last(self, x: Tensor) -> bool:
-        """Does it read x as it lies, channels last?"""
-        return library.is_channels_last(x) if self.lies_last else takes_last(x)
+        """Does it read x channels last, without a copy in planes?"""
+        return self.walks and library.is_channels_last(x)
 
     def check_walk(self, segment, weight: Tensor, window: Sequence[int | None] | None = None) -> None:
         """window: what is pooled in it. Raises Unsupported."""
@@ -415,7 +419,7 @@ def _wide_defines(job: Job) -> dict:
 def _stream_obstacle(job: Job) -> str | None:
     x, weight = job.x, job.weight
     last = library.is_channels_last(x)
-    if job.sinks and last:
+    if last and any(sink.kind != "channels" for own in job.sinks for sink in own):
         return "x lies channels last"
     # What is kept for backward must not hang on sizes that a trace leaves open, nor on what eager's library answers.
     if len(job.dtypes) > 1 and x.dim() == 4:
@@ -424,8 +428,6 @@ def _stream_obstacle(job: Job) -> str | None:
         return reason
     if len(job.dtypes) > 1:
         return "x lies channels last" if last else None
-    if last and not takes_last(x):
-        return "x lies channels last, and would be copied first"
     if choice.is_silent():
         return None
     sizes, device = (x.shape, weight.shape), tiling.device_properties(x.device.index)
@@ -433,20 +435,29 @@ def _stream_obstacle(job: Job) -> str | None:
     return choice.stream_loses(*sizes, job.positions, x.element_size(), device, how)
 
 
-def takes_last(x: Tensor) -> bool:
-    """Is x an operand as it lies, channels last?"""
+def is_operand(x: Tensor) -> bool:
+    """As it lies, channels last?"""
     return library.is_channels_last(x) and x.element_size() == 2 and x.shape[1] % 8 == 0
 
 
 def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     """passes: of products, each in place of one over v."""
-    x, packs, splits = job.x, not takes_last(job.x), stream_splits(job)
-    passes, beside_wide = max(1, len(job.sinks)), not job.is_alone and _wide_stores(job)
+    x, passes, stores = job.x, max(1, len(job.sinks)), not (reduces or job.sinks)
     how = choice.Streamed(
-        packs, splits, 1, reduces, job.window, passes, alone=job.is_alone, beside_wide=beside_wide
+        not is_operand(x),
+        stream_splits(job),
+        1,
+        reduces,
+        job.window,
+        passes,
+        alone=job.is_alone,
+        beside_wide=not job.is_alone and _wide_stores(job),
+        dilation=max(job.walk.dilation),
+        last=library.is_channels_last(x),
+        inside=job.inside,
+        shared=stores and len(job.dtypes) == 1,
     )
     device, given = tiling.device_properties(x.device.index), (x.shape, job.weight.shape, job.walk)
-    stores = not (reduces or job.sinks)
     return tiling.streamed(*given, job.positions, x.element_size(), how, device, stores)
 
 
@@ -467,9 +478,44 @@ def stream_splits(job: Job) -> bool:
 
 def _stream_defines(job: Job) -> dict:
     how = _streamed(job, bool(job.sinks or job.front.pooled))
-    last = {"WEIGHT_LAST": int(not how.packs and library.is_channels_last(job.weight))}
-    last |= {"RESULTS_LAST": int(not how.packs or job.last), "ROUNDS_RESULT": int(job.rounds)}
-    return tiling.stream_defines(job.x, job.weight.shape, job.positions, how) | last
+    return tiling.stream_defines(job.x, job.weight.shape, job.positions, how) | _stream_layouts(job)
+
+
+def _stream_layouts(job: Job) -> dict:
+    last = library.is_channels_last(job.x)
+    known = {"LAST": int(last), "WEIGHT_LAST": int(last and library.is_channels_last(job.weight))}
+    return known | {"RESULTS_LAST": int(last or job.last), "ROUNDS_RESULT": int(job.rounds)}
+
+
+def _taps_obstacle(job: Job) -> str | None:
+    """Of a channel for each tap (kernels/conv/taps.cuh)."""
+    x, filters = job.x, job.weight.shape
+    taps = math.prod(filters[2:])
+    if taps == 1 or filters[0] * taps > MOST_TAPS:
+        return f"it takes more than one tap, and up to {MOST_TAPS} of all channels out"
+    if len(job.dtypes) > 1:
+        return "backward follows"
+    if reason := tiling.stream_obstacle(x, x.dtype):
+        return reason
+    if choice.is_silent():
+        return None
+    device, how = tiling.device_properties(x.device.index), _streamed(job, False)
+    sizes = x.shape, filters, job.positions, x.element_size(), device, how
+    ours, stream = choice.taps_microseconds(*sizes), choice.stream_microseconds(*sizes)
+    if stream <= ours:
+        return "stream is faster at such sizes"
+    return choice.library_wins(ours, *sizes)
+
+
+def _taps_defines(job: Job) -> dict:
+    outputs, channels, *kernel = job.weight.shape
+    spread, pixels = (
+        (outputs * math.prod(kernel), channels, *[1] * len(kernel)),
+        math.prod(job.x.shape) // channels,
+    )
+    how = _streamed(job, False)._replace(folded=1, shared=False)
+    known = tiling.stream_defines(job.x, spread, pixels, how) | _stream_layouts(job)
+    return known | tiling.spatial_defines(job.weight.shape)
 
 
 def _depthwise_obstacle(job: Job) -> str | None:
@@ -499,7 +545,7 @@ def _is_float32(job: Job) -> bool:
 
 _STREAM_SINKS = Sinks(
     headers=("reduce/stream.cuh",),
-    declared="using Operands = conv::Operands<value_t, SPLIT>;\nusing Values = conv::Walked<Filter, value_t>;",
+    declared="using Operands = conv::Operands<value_t, SPLIT>;\nusing Values = conv::Walked<Filter, value_t, LAST>;",
     rate=400e12,
     splits=stream_splits,
     most=2,
@@ -512,20 +558,44 @@ _STREAM_SINKS = Sinks(
 
 
 def _stream_of(dimensions: int, takes: str) -> Mainloop:
-    axes, pool = "DHW"[3 - dimensions :], ", Pool" * (takes == "windows")
+    pool = ", Pool" if takes == "windows" else ""
     kind = "Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST, FOLDED, RESULTS_LAST, ROUNDS_RESULT"
+    shares = pool or ", conv::Unpooled, SHARES"
     return Mainloop(
         "stream",
         takes,
         dimensions,
         headers=("conv/stream.cuh",),
-        declared=f"using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {', '.join(f'KERNEL_{axis}' for axis in axes)}>;",
-        launch=[walk_text(dimensions), f"conv::streamed<{kind}{pool}>(x, weight, walk, stream, {{stored}});"],
+        declared=_filter_of(dimensions),
+        launch=[
+            walk_text(dimensions),
+            f"conv::streamed<{kind}{shares}>(x, weight, walk, stream, {{stored}});",
+        ],
         obstacle=_stream_obstacle,
         defines=_stream_defines,
         most=1 if pool else 2,
         walks=True,
         sinks=None if pool else _STREAM_SINKS,
+    )
+
+
+def _filter_of(dimensions: int) -> str:
+    axes = ", ".join(f"KERNEL_{axis}" for axis in "DHW"[3 - dimensions :])
+    return f"using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {axes}>;"
+
+
+def _taps_of(dimensions: int) -> Mainloop:
+    kind = "Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST, RESULTS_LAST, ROUNDS_RESULT"
+    return Mainloop(
+        "taps",
+        "elements",
+        dimensions,
+        headers=("conv/taps.cuh",),
+        declared=_filter_of(dimensions),
+        launch=[walk_text(dimensions), f"conv::by_taps<{kind}>(x, weight, walk, stream, {{stored}});"],
+        obstacle=_taps_obstacle,
+        defines=_taps_defines,
+        walks=True,
     )
 
 
@@ -633,6 +703,7 @@ MAINLOOPS = (
             beside=0.5,  # about what choice.inside_loses says; measured were 0 instructions (17), which are faster there
         ),
     ),
+    *[_taps_of(dimensions) for dimensions in (2, 3)],
     *[_stream_of(dimensions, takes) for dimensions in (2, 3) for takes in ("elements", "windows")],
 )
 

@@ -127,5 +127,5 @@ def stream(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
     each = _each(number, sinks, "conv::each_stored<{}, RESULTS_LAST, ROUNDS_RESULT>")
     behind = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {each}, stream); }}"
     given = f"x, weight, walk, {local(last.tail)}, {out(last)}, {(*of_more, 'conv::NoSink{}')[0]}, largest, stream, {behind}"
-    kind = "Filter, Operands, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, false, FOLDED"
+    kind = "Filter, Operands, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST, FOLDED"
     return planned, [f"conv::stream<{kind}>({given});"]

@@ -548,11 +548,16 @@ def launch_of(
     """entry: of a result, and the number of the argument that it is written over, or None; or of what is incoming. request: in place of `build`'s;
     given: the names of what is incoming, as the launch is given it: that may have been in others' hands. returned: as a Launch has it."""
     segment, arguments = case.segment, case.arguments
-    kernels = inline_loader.load(**(request or build(mainloop, found, case)))
+    request = request or build(mainloop, found, case)
+    kernels = inline_loader.load(**request)
     x, weight_at, at = case.x, len(segment.inputs), cases.places(segment)
     table = [entry(array, at.get(array.name)) for array in found.results]
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
-    table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at)]
+    lasts = [bool(request["defines"].get(name)) for name in ("LAST", "WEIGHT_LAST")]
+    table += [
+        Entry(name, x.dtype, place, last=last)
+        for name, place, last in zip(("x", "weight"), (0, weight_at), lasts)
+    ]
     table += [Entry(name, dtypes[kind], at[naming.identifier(name)]) for name, kind in found.tensors]
     table += [entry(array, None) for array in found.incoming]
     if found.random:

@@ -482,17 +482,24 @@ def streamed(
 ) -> choice.Streamed:
     """`how`, with the rows or views that it multiplies. positions: of all results; stores: are they only stored?"""
     how = how._replace(folded=choice.stream_folded(filters, walk.dilation[-1], how.packs, how.split))
-    planned = views(image, filters, walk, how.split, device) if how.packs else None
-    by_views = planned and choice.stream_views(planned, filters[0], image[0], itemsize, how.split, device)
-    gathered = choice.stream_columns(filters, positions, itemsize, device, how)[1]
-    faster = stores and by_views is not None and by_views < gathered
-    return how._replace(views=by_views, folded=choice.VIEWS if faster else how.folded)
+    planned = views(image, filters, walk, how.split, device) if how.packs or stores else None
+    if planned is None:
+        return how
+    by_views = choice.stream_views(planned, filters[0], image[0], itemsize, how.split, device)
+    viewed = how._replace(
+        views=by_views, folded=choice.VIEWS, packs=True, shared=False
+    )  # of x that is packed
+    times = [
+        choice.stream_microseconds(image, filters, positions, itemsize, device, each)
+        for each in (how, viewed)
+    ]
+    return viewed if stores and times[1] < times[0] else how._replace(views=by_views if how.packs else None)
 
 
 def stream_defines(x: Tensor, filters: Sequence[int], positions: int, how: choice.Streamed) -> dict[str, int]:
     """positions: of all results."""
     device = device_properties(x.device.index)
-    columns, _ = choice.stream_columns(filters, positions, x.element_size(), device, how)
-    known = {"COLUMNS": columns, "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD, "SPLIT": int(how.split)}
-    known |= {"LAST": int(not how.packs), "FOLDED": how.folded, "SHARED_LIMIT": device.shared}
+    tile = choice.stream_tile(filters, positions, x.element_size(), device, how)
+    known = {"COLUMNS": tile.columns, "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD, "SPLIT": int(how.split)}
+    known |= {"SHARES": tile.shares, "FOLDED": how.folded, "SHARED_LIMIT": device.shared}
     return spatial_defines(filters) | known

@@ -11,6 +11,7 @@
 #pragma once
 #include "conv/exact.cuh"
 #include "conv/stream_views_sm90.cuh"
+#include "conv/terms.cuh"
 #include "host/tensor.h"
 
 namespace conv {
@@ -21,14 +22,16 @@ inline int walked(const Walk& walk, int axis, int64_t size, int taps) {
   return int(left < 0 ? 0 : left / walk.stride[axis] + 1);
 }
 
-// v (N, kOut, (OD,) OH, OW) one by one (conv/exact.cuh). Extents: planes, rows, columns.
-template <class Filter, class T> struct Walked {
+// v (N, kOut, (OD,) OH, OW) one by one (conv/exact.cuh), of x (N, kIn, (D,) H, W), or, kLast, channels last.
+// Extents: planes, rows, columns.
+template <class Filter, class T, bool kLast = false> struct Walked {
   static constexpr int kOut = Filter::kOut;
   const T *x, *weight;
   int extents[3], OD, OH, OW;
   Walk walk;
   Walked(const In<T>& x, const In<T>& weight, const Walk& walk)
-      : x(x), weight(weight), extents{x.dims == 5 ? int(x.size(2)) : 1, int(x.size(-2)), int(x.size(-1))},
+      : x(x), weight(weight),
+        extents{x.dims == 5 ? int(x.size(2 - kLast)) : 1, int(x.size(-2 - kLast)), int(x.size(-1 - kLast))},
         OD(walked(walk, 0, extents[0], Filter::kDepth)), OH(walked(walk, 1, extents[1], Filter::kHeight)),
         OW(walked(walk, 2, extents[2], Filter::kWidth)), walk(walk) {}
   HOST_DEVICE int64_t positions() const { return int64_t(OD) * OH * OW; }
@@ -40,12 +43,13 @@ template <class Filter, class T> struct Walked {
     const T* filter = weight + int64_t(c) * Filter::kIn * Filter::kTaps;
     float sum = 0.f;
 #pragma unroll 1
-    for (int k = 0; k < Filter::kIn; k++)
+    for (int k = 0; k < Filter::kIn; k++) {
+      const T* of_tap = WEIGHT_LAST ? filter + k : filter + k * Filter::kTaps;
 #pragma unroll 1
-      for (int tap = 0; tap < Filter::kTaps; tap++, filter++) {
+      for (int tap = 0; tap < Filter::kTaps; tap++, of_tap += WEIGHT_LAST ? Filter::kIn : 1) {
         const int of[] = {tap / Filter::kWidth / Filter::kHeight, tap / Filter::kWidth % Filter::kHeight,
                           tap % Filter::kWidth};
-        int64_t at = n * Filter::kIn + k;
+        int64_t at = kLast ? n : n * Filter::kIn + k;
         bool inside = true;
 #pragma unroll
         for (int d = 0; d < 3; d++) {
@@ -53,8 +57,10 @@ template <class Filter, class T> struct Walked {
           inside &= place >= 0 && place < extents[d];
           at = at * extents[d] + place;
         }
-        if (inside) sum = fmaf(float(x[at]), float(*filter), sum);
+        if (kLast) at = at * Filter::kIn + k;
+        if (inside) sum = fmaf(float(x[at]), float(*of_tap), sum);
       }
+    }
     return sum;
   }
 };
@@ -119,14 +125,15 @@ inline int64_t stream_parts(int64_t positions, int columns) {
 
 constexpr int kViews = 0;  // as kFolded below
 
-// The same as `stream` below by views of patches: of x (N, C, (D,) H, W), to a sink that stores.
-template <class Filter, class Operands, int kSharedLimit, class Tail, class Out, class More, class Behind>
+// The same as `stream` below by views of patches, to a sink that stores.
+template <class Filter, class Operands, int kSharedLimit, bool kLast, class Tail, class Out, class More,
+          class Behind>
 void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
            const Tail& tail, const Out& out, const More& more, uint32_t* largest, cudaStream_t stream,
            const Behind& behind) {
   using Conv = Views<Filter, Operands>;
   using Loop = ViewsSm90<Conv, Tail, Out, More, kSharedLimit>;
-  expect(x.dims == Filter::kDims + 2 && x.size(1) == Filter::kIn,
+  expect(x.dims == Filter::kDims + 2 && x.size(kLast ? -1 : 1) == Filter::kIn,
          "an image of the channels that are compiled for");
   const int taps[] = {Filter::kDepth, Filter::kHeight, Filter::kWidth};
   const int64_t N = x.size(0);
@@ -134,7 +141,7 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
   int64_t padded[3], results[3];
   for (int d = 0; d < 3; d++) {
     expect(walk.stride[d] == 1, "a filter that moves by single pixels");
-    at.extents[d] = d >= 3 - Filter::kDims ? int(x.size(d - 3)) : 1, at.before[d] = walk.before[d];
+    at.extents[d] = d >= 3 - Filter::kDims ? int(x.size(d - 3 - kLast)) : 1, at.before[d] = walk.before[d];
     padded[d] = at.extents[d] + walk.before[d] + walk.behind[d],
     results[d] = walked(walk, d, at.extents[d], taps[d]);
     expect(results[d] > 0, "an image that the filter fits into");
@@ -161,7 +168,7 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
       <<<Conv::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
   // The last tile's patches end behind the last pixel.
   const Scratch<uint4> packed(N * pixels * Conv::kUnits + Conv::kTilePositions + at.patch, stream);
-  pack_views<Conv>(packed, scales, x, at, stream);
+  pack_views<Conv, kLast>(packed, scales, x, at, stream);
   convolve_views<Loop>({out, more, packed_weight, packed, exponents, scales, tail, int(N), teams, stages, at},
                        stream);
   if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Conv::kPaddedOut});
@@ -169,22 +176,27 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
 
 // x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest: Scales' words, of which the
 // first N become the bits of each sample's largest magnitude, where operands are single its largest finite
-// one. Where channels last values are operands as they are, C is a multiple of 8. kFolded: taps of a row
-// whose pixels are one row of operands, all of it where columns are neighbours, or 1; or kViews.
+// one. Channels last x is read as it lies where values are operands, and C a multiple of 8; else it is
+// packed. kFolded: taps of a row whose pixels are one row of operands, all of it where columns are
+// neighbours, or 1; or kViews. kShares: of K, where Out is a store::Positions.
 // behind(Doubts) computes again what a float16 can't hold.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
-          int kFolded, class Pool = Unpooled, class Tail, class Out, class More, class Behind>
+          int kFolded, class Pool = Unpooled, int kShares = 1, class Tail, class Out, class More,
+          class Behind>
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
             const Tail& tail, const Out& out, const More& more, uint32_t* largest, cudaStream_t stream,
             const Behind& behind) {
   constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64;
   constexpr bool kBesides = Operands::kSplit || Pool::kArea > 1 || Out::kReduces || More::kExists;
   constexpr int kOwn = stream_columns<Filter, kBesides>(kColumns);
-  using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead, kFolded>;
-  using Loop = StreamSm90<Conv, Pool, Tail, Out, More, kSharedLimit>;
+  using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead, kFolded, kShares>;
+  // Shares of K are stored as they are.
+  using Of = std::conditional_t<(kShares > 1), Identity, Tail>;
+  using To = std::conditional_t<(kShares > 1), store::Positions<float, Out::kLast>, Out>;
+  using Loop = StreamSm90<Conv, Pool, Of, To, More, kSharedLimit>;
   using operand_t = typename Operands::operand_t;
-  static_assert(!kLast || (!Operands::kScaled && Filter::kIn % 8 == 0), "x that need not be packed");
-  static_assert(!kLast || kFolded == 1, "its rows have no padding");
+  constexpr bool kPacks = !kLast || Operands::kScaled || Filter::kIn % 8 != 0;
+  static_assert(kPacks || kFolded == 1, "its rows have no padding");
   expect(x.dims == Filter::kDims + 2 && x.size(kLast ? -1 : 1) == Filter::kIn,
          "an image of the channels that are compiled for");
   int taps[] = {Filter::kDepth, Filter::kHeight, Filter::kWidth};
@@ -198,6 +210,7 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
     expect(results[d] > 0, "an image that the filter and a window fit into");
   }
   Rows rows{sizes[0] * sizes[1] * sizes[2], int(sizes[2]), int(sizes[2]), 0};
+  const int64_t plane = rows.S;
   if (kFolded > 1) {  // into pixels of which a filter has one, and whose padding is theirs
     expect(walk.dilation[2] == 1, "columns that are neighbours");
     rows.before = walk.before[2], rows.pitch += rows.before + walk.behind[2];
@@ -211,6 +224,14 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
     outputs.behind[d] = int((results[d] - 1) * outputs.stride[d] - outputs.before[d] - (sizes[d] - 1)) +
                         (taps[d] - 1) * walk.dilation[d];
   }
+  const Met met{plane,           int(sizes[1]),  int(sizes[2]),  int(results[1]),
+                int(results[2]), walk.stride[0], walk.stride[1], walk.stride[2]};
+  constexpr bool kMeetsSome = kPacks && Filter::kTaps == 1 && Pool::kArea == 1;
+  const bool meets_all = !kMeetsSome || met.steps() == 1 || walk.pads();
+  if (!meets_all) {
+    for (int d = 0; d < 3; d++) sizes[d] = results[d], outputs.stride[d] = 1;
+    rows = {sizes[0] * sizes[1] * sizes[2], int(sizes[2]), int(sizes[2]), 0};
+  }
   const auto [OD, OH, OW] = results;
   // Counted in int, two tiles beyond the last position, too.
   expect(N * OD * OH * OW < (int64_t(1) << 31) - 1024, "sizes that are counted in int");
@@ -221,26 +242,38 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   const Scales<Operands> scales{largest, N};
   pack_stream_weight_kernel<Conv>
       <<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
-  const Scratch<uint4> packed(kLast ? 0 : N * rows.S * (Loop::kPixel / 8), stream);
+  const Scratch<uint4> packed(kPacks ? N * rows.S * (Loop::kPixel / 8) : 0, stream);
   const operand_t* operands = reinterpret_cast<const operand_t*>(packed.data);
-  if constexpr (kLast) operands = reinterpret_cast<const operand_t*>(x.data);
-  else pack_image<Conv>(packed, scales, x, rows, stream);
+  if constexpr (!kPacks) operands = reinterpret_cast<const operand_t*>(x.data);
+  else if (meets_all) pack_image<Conv, kLast>(packed, scales, x, All{plane}, rows, stream);
+  if constexpr (kMeetsSome) {
+    if (!meets_all) pack_image<Conv, kLast>(packed, scales, x, met, rows, stream);
+  }
   const auto image = image_map<Filter::kDims, Loop::kGroup>(
       operands, N, sizes[0], sizes[1], rows.pitch, Loop::kPixel, taps, outputs, Loop::kFetched, kFolded);
-  convolve_stream<Loop>(image,
-                        {out,
-                         more,
-                         packed_weight,
-                         exponents,
-                         scales,
-                         tail,
-                         int(N),
-                         int(OD),
-                         int(OH),
-                         int(OW),
-                         outputs,
-                         {walk.stride[0], walk.stride[1], walk.stride[2]}},
-                        stream);
+  const auto convolve = [&](const Of& of_v, const To& to) {
+    convolve_stream<Loop>(image,
+                          {to,
+                           more,
+                           packed_weight,
+                           exponents,
+                           scales,
+                           of_v,
+                           int(N),
+                           int(OD),
+                           int(OH),
+                           int(OW),
+                           outputs,
+                           {walk.stride[0], walk.stride[1], walk.stride[2]}},
+                          stream);
+  };
+  if constexpr (kShares > 1) {
+    static_assert(!More::kExists);
+    const int64_t S = OD * OH * OW, size = N * S * Filter::kOut;
+    const Scratch<float> terms(kShares * size, stream);
+    convolve(Identity{}, {terms});
+    sum_terms<Filter::kOut>(Shares<kShares>{terms, size}, out, tail, N, S, stream);
+  } else convolve(tail, out);
   if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Loop::kPaddedOut});
 }
 
@@ -248,15 +281,14 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
 // Right for all values of x and weight. kResultsLast: do they lie channels last? kRounds: and are rounded to
 // TF32?
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
-          int kFolded, bool kResultsLast, bool kRounds, class Pool = Unpooled, class T, class Tail,
-          class... Ts, class... Tails>
+          int kFolded, bool kResultsLast, bool kRounds, class Pool = Unpooled, int kShares = 1, class T,
+          class Tail, class... Ts, class... Tails>
 void streamed(const In<typename Operands::value_t>& x, const In<typename Operands::value_t>& weight,
               const Walk& walk, cudaStream_t stream, const Stored<T, Tail>& y,
               const Stored<Ts, Tails>&... more) {
   static_assert(sizeof...(more) == 0 || (sizeof...(more) == 1 && Pool::kArea == 1));
-  static_assert(!kLast || !Operands::kScaled, "what is computed again lies in planes");
   static_assert(!kResultsLast || Pool::kArea == 1 || !Operands::kScaled, "so do windows");
-  using Values = Walked<Filter, typename Operands::value_t>;
+  using Values = Walked<Filter, typename Operands::value_t, kLast>;
   const Scratch<uint32_t> largest(Scales<Operands>::kOfSample * x.size(0), stream);
   const auto behind = [&](const Doubts& doubts) {
     const Values v(x, weight, walk);
@@ -274,10 +306,10 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
   const auto launch = [&](const auto& besides) {
     const store::Positions<T, kResultsLast, kRounds> out{y.to};
     if constexpr (kFolded == kViews)
-      conv::views<Filter, Operands, kSharedLimit>(x, weight, walk, y.tail, out, besides, largest, stream,
-                                                  behind);
+      conv::views<Filter, Operands, kSharedLimit, kLast>(x, weight, walk, y.tail, out, besides, largest,
+                                                         stream, behind);
     else
-      conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, kFolded, Pool>(
+      conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, kFolded, Pool, kShares>(
           x, weight, walk, y.tail, out, besides, largest, stream, behind);
   };
   if constexpr (sizeof...(more) == 0) launch(NoSink{});

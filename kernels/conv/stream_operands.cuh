@@ -12,6 +12,7 @@
 #pragma once
 #include "conv/wide_operands.cuh"
 #include "core/tensor_map.cuh"
+#include "core/vector.cuh"
 
 namespace conv {
 
@@ -21,11 +22,13 @@ namespace conv {
 // both need. The first consumer is kLead steps ahead, so that one stores while the other still multiplies.
 //
 // A step of K is a copy of a group of 64 operands, which a tap meets; of few channels it is kSlabs of them.
+// Where tiles are too few for a GPU, each is computed kShares times, of a share of the steps.
+//
 // What the copy engine fetches takes it as long for a few channels as for 64. So, of few, a row of its
 // operands may have kFolded neighbouring pixels, all that a filter's row meets: they lie one behind the other
 // in x.
 template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_, int kLead_,
-          int kFolded_>
+          int kFolded_, int kShares_ = 1>
 struct Stream : Operands_ {
   using Filter = Filter_;
   using Operands = Operands_;
@@ -55,7 +58,9 @@ struct Stream : Operands_ {
   }
   static HOST_DEVICE constexpr int of_image(int product) { return product == 2 ? 2 : 0; }
   static constexpr int kColumns = kColumns_, kCluster = kCluster_;
-  static constexpr int kLead = kLead_ < kSteps ? kLead_ : kSteps;
+  static constexpr int kShares = kShares_;
+  static_assert(kShares <= kSteps, "a step of each");
+  static constexpr int kLead = kLead_ < kSteps / kShares ? kLead_ : kSteps / kShares;
   static constexpr int kChannelBlocks = ceil_div(kChannelsOut, kBlockChannels);
   static constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
   static constexpr int kTilePositions = kColumns * 128 / kBlockChannels;
@@ -157,6 +162,7 @@ __global__ void __launch_bounds__(kPackThreads)
 // --------------------------------------------------------------------------------------------------------- x
 
 constexpr int kImageThreads = 256, kImagePatch = 64;  // channels and positions of a block
+constexpr int kFewEights = 4;                         // of channels, which a thread has of a pixel
 
 constexpr int kRun = 64, kLooksAt = 32;
 
@@ -183,13 +189,31 @@ __global__ void __launch_bounds__(kImageThreads)
 #endif
 }
 
-// x (N, kChannelsIn, S) to packed (N, S, kPixel) under samples' first scales, and scales.largest[n] = the
-// bits of the largest magnitude of sample n; without kMarksInfinite, the largest finite one. Or, kAgain, the
-// samples which that scale does not fit. Grid: positions, channels, samples.
-template <class Conv, bool kAgain>
+// Which pixels of x's planes are packed: all S; or those that a filter of one place meets on its walk, of
+// rows and columns.
+struct All {
+  int64_t S;
+  HOST_DEVICE int64_t plane() const { return S; }
+  HOST_DEVICE int64_t at(int64_t pixel) const { return pixel; }
+};
+struct Met {
+  int64_t S;
+  int rows, columns, OH, OW, stride[3];
+  int steps() const { return stride[0] * stride[1] * stride[2]; }
+  HOST_DEVICE int64_t plane() const { return S; }
+  HOST_DEVICE int64_t at(int64_t pixel) const {
+    const int line = int(pixel) / OW, column = (int(pixel) - line * OW) * stride[2];
+    return (int64_t(line / OH) * stride[0] * rows + line % OH * stride[1]) * columns + column;
+  }
+};
+
+// Those of x (N, kChannelsIn, …) to packed (N, S, kPixel) under samples' first scales, and scales.largest[n]
+// = the bits of the largest magnitude of sample n; without kMarksInfinite, the largest finite one. Or,
+// kAgain, the samples which that scale does not fit. Grid: positions, channels, samples.
+template <class Conv, bool kAgain, class Pixels>
 __global__ void __launch_bounds__(kImageThreads)
     pack_image_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x,
-                      int64_t S) {
+                      Pixels pixels, int64_t S) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kPitch = kImagePatch / 2 + 1;  // words of two channels; no conflicts
   constexpr int kParts = Conv::kParts;
@@ -202,13 +226,13 @@ __global__ void __launch_bounds__(kImageThreads)
     float largest_magnitude = 0.f;
     for (int64_t first = int64_t(blockIdx.x) * kImagePatch; first < S;
          first += int64_t(gridDim.x) * kImagePatch) {
-      const auto* const in = x + (n * Conv::kChannelsIn + first_channel) * S + first;
+      const auto* const in = x + (n * Conv::kChannelsIn + first_channel) * pixels.plane();
       float value[16];  // of a lane: two channels of two positions, four times
 #pragma unroll
       for (int i = 0; i < 16; i++) {
         const int channel = (i / 4 * 8 + warp) * 2 + i % 2, position = i / 2 % 2 * 32 + lane;
         const bool real = first_channel + channel < Conv::kChannelsIn && first + position < S;
-        value[i] = real ? float(in[channel * S + position]) : 0.f;
+        value[i] = real ? float(in[channel * pixels.plane() + pixels.at(first + position)]) : 0.f;
       }
 #pragma unroll
       for (int i = 0; i < 16; i += 2) {
@@ -258,17 +282,46 @@ struct Rows {
   int width, pitch, before;
 };
 
-// Packs 8 channels of a pixel from `channel` on: the first one is *at, the next S behind; zeros for those
-// that aren't there, or where no pixel is `inside`. exponent: of their scale. With kRaises largest becomes
-// their largest magnitude, as above, if that is larger.
-template <class Conv, bool kRaises>
+// Where x (N, kChannelsIn, S) lies: in planes, or channels last, (N, S, kChannelsIn).
+template <class Conv, bool kLast> struct Lies {
+  int64_t S;
+  __device__ __forceinline__ int64_t at(int64_t n, int channel, int64_t position) const {
+    if (kLast) return (n * S + position) * Conv::kChannelsIn + channel;
+    return (n * Conv::kChannelsIn + channel) * S + position;
+  }
+  __device__ __forceinline__ int64_t pitch() const { return kLast ? 1 : S; }  // from channel to channel
+};
+
+// 8 channels of a pixel from `channel` on, of which the first one is *at; zeros for those that aren't there,
+// or where no pixel is `inside`.
+template <class Conv, bool kLast>
+__device__ __forceinline__ void read_eight(float (&value)[8], const typename Conv::value_t* at, int64_t pitch,
+                                           int channel, bool inside) {
+  if constexpr (kLast && Conv::kChannelsIn % 8 == 0) {
+    if (uintptr_t(at) % sizeof(Vector<typename Conv::value_t>) == 0) {
+      Vector<typename Conv::value_t> fours[2] = {};
+      if (inside && channel < Conv::kChannelsIn)
+        fours[0] = load_vector(at), fours[1] = load_vector(at + kVector);
+#pragma unroll
+      for (int c = 0; c < 8; c++) value[c] = float(fours[c / kVector].at[c % kVector]);
+      return;
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < 8; c++)
+    value[c] = inside && channel + c < Conv::kChannelsIn ? float(at[c * pitch]) : 0.f;
+}
+
+// Packs them. exponent: of their scale. With kRaises largest becomes their largest magnitude, as above, if
+// that is larger.
+template <class Conv, bool kRaises, bool kLast>
 __device__ __forceinline__ void pack_eight(uint4* packed, int64_t part_pitch,
-                                           const typename Conv::value_t* at, int64_t S, int channel,
+                                           const typename Conv::value_t* at, int64_t pitch, int channel,
                                            bool inside, int exponent, float& largest) {
   float value[8];
+  read_eight<Conv, kLast>(value, at, pitch, channel, inside);
 #pragma unroll
   for (int c = 0; c < 8; c++) {
-    value[c] = inside && channel + c < Conv::kChannelsIn ? float(at[c * S]) : 0.f;
     if constexpr (Conv::kScaled) {
       if (kRaises)
         largest =
@@ -279,20 +332,24 @@ __device__ __forceinline__ void pack_eight(uint4* packed, int64_t part_pitch,
   Conv::pack_pixel(packed, part_pitch, value);
 }
 
-// The same of few channels, by a thread for all of a pixel, with padding where rows have that; or, kAgain,
-// the samples which the first scale does not fit. Grid: shares of a sample, samples.
-template <class Conv, bool kAgain>
+// The same pixel by pixel, with padding where rows have that; or, kAgain, the samples which the first scale
+// does not fit. A thread has all of a pixel's channels where they are few, else, of x channels last, 8.
+// Grid: shares of a sample, samples.
+template <class Conv, bool kAgain, bool kLast, class Pixels>
 __global__ void __launch_bounds__(kImageThreads)
     pack_pixels_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x,
-                       Rows rows) {
+                       Pixels pixels, Rows rows) {
 #if __CUDA_ARCH__ >= 800
-  const int64_t S = rows.S / rows.pitch * rows.width;
+  constexpr int kOwn = Conv::kEights <= kFewEights ? Conv::kEights : 1, kThreads = Conv::kEights / kOwn;
+  const Lies<Conv, kLast> lies{pixels.plane()};
   for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
     int exponent;
     if (!scales.template packs<kAgain>(n, exponent)) continue;
     float largest_magnitude = 0.f;
     const int64_t stride = int64_t(gridDim.x) * kImageThreads;
-    for (int64_t pixel = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; pixel < rows.S; pixel += stride) {
+    for (int64_t i = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; i < rows.S * kThreads; i += stride) {
+      const int64_t pixel = i / kThreads;
+      const int first = i % kThreads * kOwn;
       int64_t position = pixel;
       bool inside = true;
       if constexpr (Conv::kFolded > 1) {
@@ -300,10 +357,11 @@ __global__ void __launch_bounds__(kImageThreads)
         position = pixel / rows.pitch * rows.width + column, inside = column >= 0 && column < rows.width;
       }
 #pragma unroll
-      for (int eight = 0; eight < Conv::kEights; eight++)  // side by side in memory: whole sectors
-        pack_eight<Conv, !kAgain>(packed + (n * rows.S + pixel) * (Conv::kPixel / 8) + Conv::unit_of(eight),
-                                  Conv::kPartPitch, x + (n * Conv::kChannelsIn + eight * 8) * S + position, S,
-                                  eight * 8, inside, exponent, largest_magnitude);
+      for (int eight = first; eight < first + kOwn; eight++)  // side by side in memory: whole sectors
+        pack_eight<Conv, !kAgain, kLast>(
+            packed + (n * rows.S + pixel) * (Conv::kPixel / 8) + Conv::unit_of(eight), Conv::kPartPitch,
+            x + lies.at(n, eight * 8, pixels.at(position)), lies.pitch(), eight * 8, inside, exponent,
+            largest_magnitude);
     }
     if constexpr (Conv::kScaled && !kAgain) raise_largest(scales.largest + n, largest_magnitude);
   }
@@ -326,26 +384,29 @@ void look_ahead(const Scales<typename Conv::Operands>& scales, const float* x, i
                                                                                                    S);
 }
 
-template <class Conv>
+// kLast: does x lie channels last?
+template <class Conv, bool kLast, class Pixels>
 void pack_image(uint4* packed, const Scales<typename Conv::Operands>& scales, const typename Conv::value_t* x,
-                const Rows& rows, cudaStream_t stream) {
+                const Pixels& pixels, const Rows& rows, cudaStream_t stream) {
   const unsigned samples = unsigned(min(scales.N, int64_t(65535)));
-  if constexpr (Conv::kLooksAhead) look_ahead<Conv>(scales, x, rows.S / rows.pitch * rows.width, stream);
-  if constexpr (Conv::kEights <= 4) {
-    pack_pixels_kernel<Conv, false>
-        <<<shares_of(rows.S, scales.N), kImageThreads, 0, stream>>>(packed, scales, x, rows);
+  static_assert(!(Conv::kLooksAhead && kLast), "a gradient in planes");
+  if constexpr (Conv::kLooksAhead) look_ahead<Conv>(scales, x, pixels.plane(), stream);
+  if constexpr (kLast || Conv::kEights <= kFewEights) {
+    const int64_t threads = rows.S * (Conv::kEights <= kFewEights ? 1 : Conv::kEights);
+    pack_pixels_kernel<Conv, false, kLast>
+        <<<shares_of(threads, scales.N), kImageThreads, 0, stream>>>(packed, scales, x, pixels, rows);
     if constexpr (Conv::kScaled)
-      pack_pixels_kernel<Conv, true>
-          <<<dim3(32, samples), kImageThreads, 0, stream>>>(packed, scales, x, rows);
+      pack_pixels_kernel<Conv, true, kLast>
+          <<<dim3(32, samples), kImageThreads, 0, stream>>>(packed, scales, x, pixels, rows);
   } else {
     static_assert(Conv::kFolded == 1, "rows without padding");
     const unsigned channels = ceil_div(Conv::kEights * 8, kImagePatch),
                    patches = unsigned((rows.S + kImagePatch - 1) / kImagePatch);
     pack_image_kernel<Conv, false>
-        <<<dim3(patches, channels, samples), kImageThreads, 0, stream>>>(packed, scales, x, rows.S);
+        <<<dim3(patches, channels, samples), kImageThreads, 0, stream>>>(packed, scales, x, pixels, rows.S);
     if constexpr (Conv::kScaled)
       pack_image_kernel<Conv, true><<<dim3(min(patches, 32u), channels, samples), kImageThreads, 0, stream>>>(
-          packed, scales, x, rows.S);
+          packed, scales, x, pixels, rows.S);
   }
 }
 

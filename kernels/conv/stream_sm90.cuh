@@ -76,7 +76,7 @@ struct StreamSm90 : Conv {
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
       Conv::kCopies, Conv::kCopiesOfLine, Conv::kDeep, Conv::kDepth, Conv::kGroup, Conv::kGroups,
       Conv::kImageBytes, Conv::kLastDeep, Conv::kLastSlabs, Conv::kLead, Conv::kProducts, Conv::kScaled,
-      Conv::kSlabs, Conv::kSteps, Conv::kTilePositions, Conv::kWeightBytes;
+      Conv::kShares, Conv::kSlabs, Conv::kSteps, Conv::kTilePositions, Conv::kWeightBytes;
   using typename Conv::Filter, typename Conv::operand_t;
   using Image = ImageMap<Conv::kDims, kGroup>;
 
@@ -108,18 +108,22 @@ struct StreamSm90 : Conv {
   // Units of work, each a tile for every block of a cluster; channels first.
   static HOST_DEVICE int units(const Arguments& args) {
     const int of_unit = kTilePositions * (kByChannels ? 1 : kCluster);
-    return kChannelUnits * ceil_div(args.positions(), of_unit);
+    return kChannelUnits * kShares * ceil_div(args.positions(), of_unit);
   }
 
 #if TENSOR_CORE_WGMMA
 
-  // A block's tile.
+  // A block's tile, and which share of its steps, `from` … `to`.
   struct Tile {
-    int channel_block, position;
+    int channel_block, position, share;
     __device__ __forceinline__ Tile(int unit, int rank)
         : channel_block(unit % kChannelUnits * (kByChannels ? kCluster : 1) + (kByChannels ? rank : 0)),
-          position((unit / kChannelUnits * (kByChannels ? 1 : kCluster) + (kByChannels ? 0 : rank)) *
-                   kTilePositions) {}
+          position(
+              (unit / (kChannelUnits * kShares) * (kByChannels ? 1 : kCluster) + (kByChannels ? 0 : rank)) *
+              kTilePositions),
+          share(unit / kChannelUnits % kShares) {}
+    __device__ __forceinline__ int from() const { return share * kSteps / kShares; }
+    __device__ __forceinline__ int to() const { return (share + 1) * kSteps / kShares; }
   };
 
   // `full` once a stage's bytes are there, `empty` once the warps of all consumers of a cluster have read it.
@@ -155,7 +159,7 @@ struct StreamSm90 : Conv {
       const uint8_t* const weights = reinterpret_cast<const uint8_t*>(args.packed_weight) +
                                      int64_t(tile.channel_block) * (kGroups * kCopies) * kWeightBytes;
 #pragma unroll 1
-      for (int i = 0; i < Pool::kArea * kSteps; i++, next.advance()) {
+      for (int i = tile.from(); i < (Pool::kArea - 1) * kSteps + tile.to(); i++, next.advance()) {
         const int element = i / kSteps, step = i % kSteps;
         uint8_t* const stage = shared + next.stage * kStageBytes;
         uint64_t* const full = barriers.full + next.stage;
@@ -205,9 +209,10 @@ struct StreamSm90 : Conv {
   }
 
   // The sums of a tile, whose steps lie in the stages from `next` on.
-  static __device__ __forceinline__ void multiply_tile(float (&sums)[kTiles][4], const Barriers& barriers,
-                                                       PipelineState<kStages>& next, uint64_t weights,
-                                                       uint64_t image, bool leads) {
+  static __device__ __forceinline__ void multiply_tile(float (&sums)[kTiles][4], const Tile& tile,
+                                                       const Barriers& barriers, PipelineState<kStages>& next,
+                                                       uint64_t weights, uint64_t image, bool leads) {
+    const int from = tile.from(), to = tile.to();
     int last = -1;                 // the stage that products still read
     int left = leads ? kLead : 0;  // steps until there is a lead
     if (kLead > 0 && !leads) {
@@ -245,11 +250,12 @@ struct StreamSm90 : Conv {
     using Deep = std::integral_constant<int, kSlabs == 1 ? kDeep : kLastDeep>;
     using Last = std::integral_constant<int, kLastDeep>;
 #pragma unroll 1
-    for (int i = 0; i < kSteps - kRest; i++) step(Deep{}, std::integral_constant<int, kSlabs>{}, i > 0);
+    for (int i = from; i < min(to, kSteps - kRest); i++)
+      step(Deep{}, std::integral_constant<int, kSlabs>{}, i > from);
     if constexpr (kRest > 0) {
 #pragma unroll 1
-      for (int i = kSteps - kRest; i < kSteps; i++)
-        step(Last{}, std::integral_constant<int, kLastSlabs>{}, i > 0);
+      for (int i = max(from, kSteps - kRest); i < to; i++)
+        step(Last{}, std::integral_constant<int, kLastSlabs>{}, i > from);
     }
     if constexpr (!Conv::kSplit) {
       await_products<0>();
@@ -323,7 +329,7 @@ struct StreamSm90 : Conv {
       patch.channel = tile.channel_block * kBlockChannels + (kHalves ? 0 : consumer * 64) + warp % 4 * 16;
       float sums[kTiles][4];
       if constexpr (!kPools) {
-        multiply_tile(sums, barriers, next, weights, image, consumer == 0);
+        multiply_tile(sums, tile, barriers, next, weights, image, consumer == 0);
         if (patch.channel >= kChannelsOut) continue;
         const auto finish = [&](const auto& tail, float (&results)[kTiles][4]) {
           finish_tile(args, tail, sums, results, patch, [&](float v, const auto& channel, float, int64_t at) {
@@ -336,13 +342,18 @@ struct StreamSm90 : Conv {
           args.more.out.store(staging, results, patch, store::Flat{args.sample()}, kChannelsOut);
         }
         finish(args.tail, sums);
-        args.out.store(staging, sums, patch, store::Flat{args.sample()}, kChannelsOut);
+        if constexpr (kShares > 1) {
+          Out out = args.out;
+          out.y += tile.share * (int64_t(args.positions()) * kChannelsOut);
+          out.store(staging, sums, patch, store::Flat{args.sample()}, kChannelsOut);
+        } else args.out.store(staging, sums, patch, store::Flat{args.sample()}, kChannelsOut);
       } else {
+        static_assert(kShares == 1, "windows of v, not of its terms");
         using Reduction = typename Pool::Reduction;
         float results[kTiles][4] = {};
 #pragma unroll 1
         for (int element = 0; element < Pool::kArea; element++) {
-          multiply_tile(sums, barriers, next, weights, image, consumer == 0);
+          multiply_tile(sums, tile, barriers, next, weights, image, consumer == 0);
           if (patch.channel >= kChannelsOut) continue;
           finish_tile(args, args.tail, sums, results, patch,
                       [&](float v, const auto& channel, float so_far, int64_t) {

@@ -136,21 +136,23 @@ __global__ void __launch_bounds__(kPackThreads)
   }
 }
 
-// x (N, kChannelsIn, …) to packed (N, kUnits, pixels), with zeros around it, as pack_image_kernel does it.
+// x (N, kChannelsIn, …), or channels last, to packed (N, kUnits, pixels), with zeros around it, as
+// pack_image_kernel does it. Neighbouring threads have neighbouring pixels, or, channels last, channels.
 // Grid: shares of a sample, samples.
-template <class Conv, bool kAgain>
+template <class Conv, bool kAgain, bool kLast>
 __global__ void __launch_bounds__(kImageThreads)
     pack_views_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x,
                       Lattice at) {
 #if __CUDA_ARCH__ >= 800
-  const int64_t S = int64_t(at.extents[0]) * at.extents[1] * at.extents[2];
+  const Lies<Conv, kLast> lies{int64_t(at.extents[0]) * at.extents[1] * at.extents[2]};
   for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
     int exponent;
     if (!scales.template packs<kAgain>(n, exponent)) continue;
     float largest_magnitude = 0.f;
     for (int i = blockIdx.x * kImageThreads + threadIdx.x; i < at.sample * Conv::kEights;
          i += gridDim.x * kImageThreads) {
-      const int eight = i / at.sample, pixel = i - eight * at.sample;
+      const int eight = kLast ? i % Conv::kEights : i / at.sample;
+      const int pixel = kLast ? i / Conv::kEights : i - eight * at.sample;
       const int depth = pixel / at.plane, of_plane = pixel - depth * at.plane, line = of_plane / at.row;
       const int place[] = {depth - at.before[0], line - at.before[1],
                            of_plane - line * at.row - at.before[2]};
@@ -158,26 +160,27 @@ __global__ void __launch_bounds__(kImageThreads)
                           unsigned(place[1]) < unsigned(at.extents[1]) &&
                           unsigned(place[2]) < unsigned(at.extents[2]);
       const int64_t position = (int64_t(place[0]) * at.extents[1] + place[1]) * at.extents[2] + place[2];
-      pack_eight<Conv, !kAgain>(packed + (n * Conv::kUnits + eight) * int64_t(at.sample) + pixel,
-                                int64_t(Conv::kEights) * at.sample,
-                                x + (n * Conv::kChannelsIn + eight * 8) * S + position, S, eight * 8, inside,
-                                exponent, largest_magnitude);
+      pack_eight<Conv, !kAgain, kLast>(packed + (n * Conv::kUnits + eight) * int64_t(at.sample) + pixel,
+                                       int64_t(Conv::kEights) * at.sample,
+                                       x + lies.at(n, eight * 8, position), lies.pitch(), eight * 8, inside,
+                                       exponent, largest_magnitude);
     }
     if constexpr (Conv::kScaled && !kAgain) raise_largest(scales.largest + n, largest_magnitude);
   }
 #endif
 }
 
-template <class Conv>
+template <class Conv, bool kLast = false>
 void pack_views(uint4* packed, const Scales<typename Conv::Operands>& scales, const typename Conv::value_t* x,
                 const Lattice& at, cudaStream_t stream) {
   const int64_t N = scales.N;
+  static_assert(!(Conv::kLooksAhead && kLast), "a gradient in planes");
   if constexpr (Conv::kLooksAhead)
     look_ahead<Conv>(scales, x, int64_t(at.extents[0]) * at.extents[1] * at.extents[2], stream);
-  pack_views_kernel<Conv, false>
+  pack_views_kernel<Conv, false, kLast>
       <<<shares_of(int64_t(at.sample) * Conv::kEights, N), kImageThreads, 0, stream>>>(packed, scales, x, at);
   if constexpr (Conv::kScaled)
-    pack_views_kernel<Conv, true>
+    pack_views_kernel<Conv, true, kLast>
         <<<dim3(32, unsigned(min(N, int64_t(65535)))), kImageThreads, 0, stream>>>(packed, scales, x, at);
 }
 

@@ -29,6 +29,7 @@ template <int kDepth> __device__ __forceinline__ uint64_t describe_swizzled(uint
 // rows, of columns.
 struct Walk {
   int stride[3], before[3], behind[3], dilation[3];
+  bool pads() const { return before[0] || before[1] || before[2] || behind[0] || behind[1] || behind[2]; }
 };
 
 // An image (N, H, W, C), or volume (N, D, H, W, C), kDims = 3, of Operand, half_t or bfloat16_t, C a multiple

@@ -29,7 +29,8 @@ template <class T> __device__ __forceinline__ void store_vector(T* to, const Vec
 
 // Likewise of what is read soon.
 template <class T> __device__ __forceinline__ void put_vector(T* to, const Vector<T>& vector) {
-  using Word = std::conditional_t<sizeof(Vector<T>) == sizeof(uint2), uint2, uint4>;
+  using Half = std::conditional_t<sizeof(Vector<T>) == sizeof(uint2), uint2, uint32_t>;
+  using Word = std::conditional_t<sizeof(Vector<T>) == sizeof(uint4), uint4, Half>;
   static_assert(sizeof(Vector<T>) == sizeof(Word));
   __stcg(reinterpret_cast<Word*>(to), reinterpret_cast<const Word&>(vector));
 }

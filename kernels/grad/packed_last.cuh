@@ -92,9 +92,9 @@ template <class Conv_> struct PackedLast {
         const int64_t position = (int64_t(place[0]) * at.extents[1] + place[1]) * at.extents[2] + place[2];
         typename Conv::value_t values[8] = {};
         if (inside) load_eight<C % 8 == 0>(values, x + (n * S + position) * C + eight * 8, C - eight * 8);
-        conv::pack_eight<Conv, !kAgain>(packed + (n * Conv::kUnits + eight) * int64_t(at.sample) + pixel,
-                                        int64_t(Conv::kEights) * at.sample, values, 1, eight * 8, true,
-                                        exponent, largest);
+        conv::pack_eight<Conv, !kAgain, false>(
+            packed + (n * Conv::kUnits + eight) * int64_t(at.sample) + pixel,
+            int64_t(Conv::kEights) * at.sample, values, 1, eight * 8, true, exponent, largest);
       }
       if constexpr (Conv::kScaled && !kAgain) conv::raise_largest(scales.largest + n, largest);
     }

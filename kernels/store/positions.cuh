@@ -38,7 +38,7 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
   static_assert(kChannelsLast || !kRounds, "who takes operands in planes rounds them");
   T* y;
   using result_t = T;
-  static constexpr bool kLast = kChannelsLast, kReduces = false;
+  static constexpr bool kLast = kChannelsLast, kRounded = kRounds, kReduces = false;
   static constexpr int kPerWord = 4 / int(sizeof(T));                     // elements
   static constexpr int kTilesAtOnce = sizeof(T) == 1 ? 4 : 4 * kPerWord;  // through staging
   static constexpr int kLanes = kTilesAtOnce * 8 / kPerWord;              // that store a channel's words
@@ -49,9 +49,6 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
   static constexpr int kWarpBytes = (kChannelsLast ? 32 : 16) * kPitch * 4;
   struct alignas(4) Word {
     T at[kPerWord];
-  };
-  struct alignas(4 * sizeof(T)) Four {
-    T at[4];
   };
 
   template <int kTiles, class Where>
@@ -126,7 +123,7 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
                                              const Patch& patch, const Where& where, int channels) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int own = patch.channel + lane % 4 * 4;  // the first of the lane's four channels
-    const bool whole = channels % 4 == 0 && uintptr_t(y) % sizeof(Four) == 0;
+    const bool whole = channels % kVector == 0 && uintptr_t(y) % sizeof(Vector<T>) == 0;
 #pragma unroll
     for (int first = 0; first < kTiles; first += 4) {
       if (first * 8 >= patch.columns) break;
@@ -150,9 +147,9 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
             at < 0)
           continue;
         T* const to = y + at * channels + own;
-        const Four values{T(four.x), T(four.y), T(four.z), T(four.w)};
+        const Vector<T> values{T(four.x), T(four.y), T(four.z), T(four.w)};
         if (whole) {
-          *reinterpret_cast<Four*>(to) = values;
+          put_vector(to, values);
         } else {
           for (int c = 0; c < min(channels - own, 4); c++) to[c] = values.at[c];
         }

@@ -9,6 +9,9 @@ namespace tensor_core {
 
 struct Walk {
   int stride[3], before[3], behind[3], dilation[3];
+  bool pads() const {
+    return before[0] || before[1] || before[2] || behind[0] || behind[1] || behind[2];
+  }
 };
 template <int kDims, int kChannels> struct ImageMap {
   const uint16_t* x;
