@@ -164,15 +164,16 @@ def call(model, row: dict, x: torch.Tensor):
 
 def check(model: nn.Module, ours: nn.Module, row: dict, x: torch.Tensor) -> None:
     """Raises AssertionError where our result, or a gradient, is more than twice as far from float64 as eager's: of the whole batch's first
-    sample, alone in having a gradient of its result. Dropout is left out, whose mask is not eager's."""
-    drops = "dropout" in row["tail"]
+    and last samples, alone in having a gradient of their results. Dropout is left out, whose mask is not eager's."""
+    drops, ends = "dropout" in row["tail"], sorted({0, len(x) - 1})
     exact = copy.deepcopy(model).double()
 
     def of(each: nn.Module, x: torch.Tensor, g: torch.Tensor | None) -> list[torch.Tensor]:
         each.train(not drops)
         with torch.set_grad_enabled(g is not None):
             y = each(x)
-        found, y = [y[:1].detach()], y[:1]
+        y = y[ends] if len(y) > len(ends) else y
+        found = [y.detach()]
         if g is not None:
             found += [
                 t
@@ -186,8 +187,8 @@ def check(model: nn.Module, ours: nn.Module, row: dict, x: torch.Tensor) -> None
         if number:
             x.normal_()
         with torch.no_grad():
-            g = torch.randn_like(model(x[:1])) if row["phase"] == "train" else None
-        found = zip(of(exact, x[:1].double(), g), of(model, x, g), of(ours, x, g), strict=True)
+            g = torch.randn_like(model(x[ends])) if row["phase"] == "train" else None
+        found = zip(of(exact, x[ends].double(), g), of(model, x, g), of(ours, x, g), strict=True)
         return [checks.judged("", row["layer"], *t, x.dtype) for t in found]
 
     for error in checks.judged_on_draws(errors):

@@ -119,6 +119,7 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
         monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
         monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", "fused")
         monkeypatch.setattr(choice, "stream_loses", lambda *_: None)
+        monkeypatch.setattr(choice, "taps_lose", lambda *_: None)
         monkeypatch.setattr(choice, "narrow_loses", lambda *_: None)
         monkeypatch.setattr(choice, "wide_loses", lambda *_: False)
         monkeypatch.setattr(choice, "FEW_CHANNELS", 0)  # wide, too, takes those
@@ -350,6 +351,43 @@ def test_what_follows_windows_is_in_the_plan(device):
     segment, arguments = given(random_model((16, 3, 3, 3), WINDOWS["and a sum"]), torch.rand(2, 3, 12, 23))
     line = direct.describe(Case(segment, arguments, False, torch.float32))
     assert line == "narrow2d, the tail inside, v is never written, then sums (reads 6.4 KB, writes 0.3 KB)"
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    "filters, name, settings, dtype",
+    [
+        ((3, 72, 3, 3), "relu, bias", {"padding": 1}, torch.bfloat16),
+        ((2, 17, 2, 3), "leaky, gelu", {"stride": 2, "dilation": 2}, torch.float32),
+        ((5, 24, 1, 3, 2), "a channel's own", {"padding": (0, 1, 1)}, torch.float16),
+    ],
+    ids=str,
+)
+def test_a_channel_for_each_tap(filters, name, settings, dtype, last, device, monkeypatch):
+    device(900), only_through("taps", monkeypatch)
+    model = random_model(filters, TAILS[name], **settings).to(dtype)
+    x = numerics.random_input((3, filters[1], *(4, 7, 9)[5 - len(filters) :]), dtype=dtype)
+    if last:
+        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        model.conv.to(memory_format=layout)
+        x = x.contiguous(memory_format=layout)
+    assert_rule(model, x)
+    y = run(model, x)
+    assert y.is_contiguous(memory_format=layout if last else torch.contiguous_format)
+    x[0, 0, ..., 2, 3] = INF
+    assert torch.equal(kinds_of(run(model, x)), kinds_of(model(x).detach()))
+
+
+def test_what_taps_leave(device, monkeypatch):
+    device(900), only_through("taps", monkeypatch)
+    for filters, says in [((15, 24, 3, 3), "up to 128"), ((3, 24, 1, 1), "more than one tap")]:
+        model = random_model(filters, TAILS["relu, bias"])
+        assert says in refused(model, numerics.random_input((2, 24, 7, 9)))
+    monkeypatch.undo()
+    for outputs, channels, says in ((3, 128, None), (14, 16, "stream is faster"), (3, 24, "the library")):
+        sizes = (2, channels, 300, 300), (outputs, channels, 3, 3), 2 * 300 * 300, 2
+        found = choice.taps_lose(*sizes, H200, choice.Streamed(packs=False, last=True))
+        assert found is says or says in found
 
 
 @pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d", "stream"])
@@ -672,6 +710,27 @@ def test_a_relu_in_16_bits(mainloop, device, monkeypatch):
     expected = torch.ops.aten.convolution_backward(*given)
     for ours, theirs in zip((dx, dw), expected):
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("channels, stride", [(3, 2), (8, 1), (20, 1)])
+def test_a_relu_in_16_bits_channels_last(channels, stride, device, monkeypatch):
+    """So are its gradient, and that of the convolution."""
+    device(900), only_through("stream", monkeypatch)
+    model = random_model((24, channels, 3, 3), lambda m, v: F.relu(v), padding=1, stride=stride)
+    model = model.to(torch.bfloat16, memory_format=torch.channels_last)
+    x = numerics.random_input((3, channels, 9, 8)).to(torch.bfloat16, memory_format=torch.channels_last)
+    segment, arguments = given(model, x)
+    case = Case(segment, arguments, True, x.dtype, last=True)
+    plan = direct.plan(case)
+    (y,) = direct.forward(plan, arguments)
+    assert y.is_contiguous(memory_format=torch.channels_last) and plan.back.last
+    torch.testing.assert_close(y, model(x), rtol=0.02, atol=0.02)
+    dy = torch.randn_like(y)
+    dx, dw, *_ = direct.backward(plan, dy, arguments, [y], [True] * len(arguments))
+    settings = model.conv.stride, model.conv.padding, model.conv.dilation, False, [0, 0], 1
+    given_all = dy * (y > 0), x, model.conv.weight, None, *settings, [True, True, False]
+    for ours, theirs in zip((dx, dw), torch.ops.aten.convolution_backward(*given_all)):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("name, size", [("v", (4, 5, 7)), ("an input", (4, 5, 7)), ("a mask", (4, 6, 7))])

@@ -166,6 +166,22 @@ def test_zeros_around_an_image(name, stores, mainloop, through):
     assert_rule(model, numerics.random_input((2, filters[1], *size)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_channels_of_x_channels_last(dtype, through):
+    """They are reduced as they come."""
+    through("stream")
+    model = model_of((40, 24, 3, 2), TAILS["logsumexp"][0], padding=1).to(
+        dtype, memory_format=torch.channels_last
+    )
+    x = numerics.random_input((3, 24, 8, 9), dtype=dtype).contiguous(memory_format=torch.channels_last)
+    assert_rule(model, x)
+    x[0, 3, 2, 5] = INF
+    segment, arguments = given(model, x)
+    y = sinks.forward(sinks.plan(Case(segment, arguments, False, dtype)), arguments)[0]
+    eager = model(x)
+    assert torch.equal(y.view_as(eager).isfinite(), eager.isfinite())
+
+
 def test_passes_in_planes_get_v_so(through):
     """As where another input has positions and channels, and no samples."""
     through("stream")

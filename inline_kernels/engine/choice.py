@@ -89,7 +89,7 @@ STREAM_TILES = {
 # 64 channels out in trials/stream.json, and to 47 in benchmarks/results/fuse/2026-11-25-h200-stream.json, before rows were folded.
 STREAM_ROW = 0.003
 # In how many shares a tile's products may be, of so many steps at least, and what adds them (kernels/conv/terms.cuh).
-STREAM_SHARES, LEAST_SHARE, SUMMING_START = (1, 2, 3, 4, 6, 8), 4, 3
+STREAM_SHARES, LEAST_SHARE, SUMMING_START = (1, 2, 3, 4, 6, 8), 4, 1
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
 # By views of patches (kernels/conv/stream_views.cuh), in microseconds: of all launches beside what packs, and how much longer a tile takes where operands
@@ -106,7 +106,10 @@ LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
 # tiles of so many positions and channels out (trials/library_rates.json).
 LIBRARY_FEW_OUT, FEW_OUT = {2: 220e6, 4: 107e6}, 32
 LIBRARY_TAPS, LIBRARY_DILATED = 450e6, 110e6
-LIBRARY_UNALIGNED, UNALIGNED_TILE = 0.97e6, 128
+LIBRARY_UNALIGNED = 0.97e6
+# Of so many positions and channels out. In TF32, of images, where no more than half of the multiprocessors have one, it takes as long as theirs, and where
+# a quarter have, a part of that, because they have shares of its products.
+LIBRARY_TILE, LIBRARY_SHARES = 128, 2.5
 # Of volumes in 16 bits, of channels and from so many on; of fewer channels out than 64, or in than 32, as of those (the same record).
 LIBRARY_VOLUMES_16, LIBRARY_VOLUMES_16_MOST, VOLUMES_MANY = 440e6, 700e6, 128
 # Of volumes in TF32, for each channel in, of few at least, and at most (benchmarks/results/fuse/2026-11-24-h200-forward.json: 31e6 and 43e6 with 8, 130e6
@@ -138,6 +141,7 @@ SURE_INSIDE = 0.85
 # takes of more. Where stream is expected to take less than so much of that it runs (trials/short_rows.json: within a ninth on average, 0.41 at most).
 WIDE_TILES = {2: (12.6, 0.25, 0.0545), 4: (13, 0.91, 0.0515), "split": (10, 1.39, 0.27)}
 WIDE_PRODUCTS, WIDE_LATER, WIDE_LOSES = 36, 1.4, 0.9
+WIDE_LIBRARY = 1.2  # … and the library where it is expected to take less though it took so much longer
 WIDE_BYTES = 2.0e6  # a microsecond (2 images of 512 channels, 287 x 174, to 384 by 1 x 1: 0.417 ms, where stream takes 0.251)
 VIEWS, VIEWS_POSITIONS = 0, 128  # as `folded`; of a tile
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
@@ -256,7 +260,7 @@ def stream_tile(filters: Sequence[int], positions: int, itemsize: int, device, h
             of_step = max(-(-steps // shares) * step, copies * of_tile // shared * STREAM_ROW / shares - tile)
             time = start + turns * (tile + of_step) / device.scale.clock
             if shares > 1:
-                time += SUMMING_START + 8 * shares * results / (PASS_BYTES * device.scale.memory)
+                time += SUMMING_START + 4 * shares * results / (PASS_BYTES * device.scale.memory)
             found.append(StreamTile(columns, shares, time))
     return min(found, key=lambda each: each.microseconds)
 
@@ -266,7 +270,7 @@ def stream_microseconds(
 ) -> float:
     """Of stream's products and of what packs for them."""
     products = stream_tile(filters, positions, itemsize, device, how).microseconds * how.passes
-    packed = math.prod(filters) + how.packs * math.prod(image)
+    packed = 2 * math.prod(filters) + how.packs * math.prod(image)  # filters are read twice
     launches = 1 + how.packs + 2 * (itemsize == 4)
     moved = packed * (itemsize + 2 + 2 * how.split) / (PASS_BYTES * device.scale.memory)
     return products + launches * PACKING_START + moved
@@ -326,15 +330,19 @@ def _librarys_products(image, filters, positions: int, itemsize: int, device, ho
     """Their microseconds."""
     outputs, channels, *kernel = filters
     sums = 2 * channels * math.prod(kernel)
+    tiles = -(-positions // LIBRARY_TILE) * -(-outputs // LIBRARY_TILE)
     if len(kernel) == 2 and itemsize == 4 and not how.split and (outputs % 4 or channels % 4):
-        tiles = -(-positions // UNALIGNED_TILE) * -(-outputs // UNALIGNED_TILE)
         turns = -(-tiles // device.multiprocessors)
-        return turns * UNALIGNED_TILE**2 * sums / (LIBRARY_UNALIGNED * device.scale.clock)
-    rate = _librarys_rate(image, filters, itemsize, how)
-    return positions * outputs * sums / (rate * device.scale.compute)
+        return turns * LIBRARY_TILE**2 * sums / (LIBRARY_UNALIGNED * device.scale.clock)
+    rate = _librarys_rate(image, filters, itemsize, how) * device.scale.compute
+    products = positions * outputs * sums / rate
+    if len(kernel) == 3 or itemsize == 2 or how.split or 2 * tiles > device.multiprocessors:
+        return products
+    shares = LIBRARY_SHARES if 4 * tiles <= device.multiprocessors else 1
+    return max(products, LIBRARY_TILE**2 * sums * device.multiprocessors / (shares * rate))
 
 
-def _by_library(
+def by_library(
     image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
 ) -> float:
     """Microseconds of the library's convolution, and of passes over v behind it that ours saves."""
@@ -366,6 +374,17 @@ def stream_loses(
     return library_wins(ours, image, filters, positions, itemsize, device, how)
 
 
+def taps_lose(
+    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
+) -> str | None:
+    """Why not taps; or None."""
+    sizes = image, filters, positions, itemsize, device, how
+    ours = taps_microseconds(*sizes)
+    if stream_microseconds(*sizes) <= ours:
+        return "stream is faster at such sizes"
+    return library_wins(ours, *sizes)
+
+
 def library_wins(
     ours: float,
     image: Sequence[int],
@@ -377,7 +396,7 @@ def library_wins(
 ) -> str | None:
     """Why not a mainloop that takes so many microseconds in stream's place; or None."""
     sure = SURE_INSIDE if how.inside else 1
-    if ours < sure * _by_library(image, filters, positions, itemsize, device, how):
+    if ours < sure * by_library(image, filters, positions, itemsize, device, how):
         return None
     behind = " is" if how.alone else " and a pass behind it are"
     return f"the library's convolution{behind} faster at such sizes"
@@ -443,7 +462,7 @@ def narrow_loses(
     copied, with zeros around it? others: microseconds by other mainloops."""
     moved = 2 * math.prod(image) * itemsize / (PASS_BYTES * device.scale.memory)
     ours = how.passes * products + (PACKING_START + moved if copies else 0)
-    theirs = _by_library(image, filters, positions, itemsize, device, how)
+    theirs = by_library(image, filters, positions, itemsize, device, how)
     if FEW_LIBRARY * theirs <= ours:
         return "the library's convolution is faster at such sizes"
     return "another mainloop is faster at such sizes" if others <= ours else None

@@ -507,11 +507,14 @@ def _job(written: Written, case: Case) -> Job:
 
 
 def _build(written: Written, case: Case) -> dict:
+    defines = written.mainloop.all_defines(_job(written, case)) | case.defines
+    if written.saving and defines.get("RESULTS_LAST") and load_plan.is_last(case, written.saving):
+        defines["CHANNELS_LAST"] = "1"  # for backward's passes
     return {
         "name": f"direct_{naming.identifier(case.segment.conv.name)}",
         "source": written.source,
         "device": "cuda",
-        "defines": written.mainloop.all_defines(_job(written, case)) | case.defines,
+        "defines": defines,
     }
 
 
@@ -545,8 +548,7 @@ def _back(written: Written, case: Case) -> load_plan.Plan | None:
     if written.saving is None:
         return None
     back = load_plan.Plan.of(case, written.saving)
-    if _build(written, case)["defines"].get("RESULTS_LAST"):
-        back.last = load_plan.is_last(case, written.saving)
+    back.last = bool(_build(written, case)["defines"].get("CHANNELS_LAST"))
     return back
 
 

@@ -390,7 +390,7 @@ def _wide_obstacle(job: Job) -> str | None:
         return f"the library's convolution is faster at such sizes: {why}"
     # Without front and sinks the question is whether wide could write v (`_wide_stores`), which `_wide_loses` asks itself.
     if (job.front or job.sinks) and _wide_loses(job):
-        return "stream is faster, whose tiles are no rows"
+        return "stream or the library is faster, whose tiles are no rows"
     lone = job.front or [[sink.kind for sink in own] for own in job.sinks] == [["store"]]
     measured = lone and len(job.dtypes) == 1 and x.dtype == torch.float32 and not stream_splits(job)
     if measured and not job.is_alone and choice.inside_loses(choice.WIDE_TAIL, job.instructions, 8, scale):
@@ -399,11 +399,16 @@ def _wide_obstacle(job: Job) -> str | None:
 
 
 def _wide_loses(job: Job) -> bool:
-    """Would stream take less? Where v is written, it runs if it takes less for that, too."""
+    """Would stream take less, or, of few channels out, the library by far? Where v is written, stream runs if it takes less for that, too."""
     x, device, how = job.x, tiling.device_properties(job.x.device.index), _streamed(job, job.window > 1)
     ours = choice.wide_microseconds(x.shape, job.weight.shape, x.element_size(), stream_splits(job), device)
     inside, of_v = _by_stream(job, how)
     read = choice.pass_microseconds(job.weight.shape, job.positions, x.element_size(), device)
+    sizes = x.shape, job.weight.shape, job.positions, x.element_size(), device
+    if job.weight.shape[0] <= choice.FEW_OUT:  # of a block of 64
+        theirs = choice.by_library(*sizes, how._replace(beside_wide=False))
+        if choice.WIDE_LIBRARY * theirs < how.passes * ours:
+            return True
     if choice.wide_loses(how.passes * ours, inside):
         return True
     return choice.wide_loses(ours, of_v) and choice.wide_loses(how.passes * ours, of_v + how.passes * read)
@@ -500,11 +505,7 @@ def _taps_obstacle(job: Job) -> str | None:
     if choice.is_silent():
         return None
     device, how = tiling.device_properties(x.device.index), _streamed(job, False)
-    sizes = x.shape, filters, job.positions, x.element_size(), device, how
-    ours, stream = choice.taps_microseconds(*sizes), choice.stream_microseconds(*sizes)
-    if stream <= ours:
-        return "stream is faster at such sizes"
-    return choice.library_wins(ours, *sizes)
+    return choice.taps_lose(x.shape, filters, job.positions, x.element_size(), device, how)
 
 
 def _taps_defines(job: Job) -> dict:

@@ -268,7 +268,7 @@ class _Composer:
         if self.mainloop.walks:
             sides = enumerate("DHW"[first:])
             extents = [
-                f"e_{side} = conv::walked(walk, {first + i}, x.size({2 + i}), KERNEL_{side})"
+                f"e_{side} = conv::walked(walk, {first + i}, x.size({2 + i} - LAST), KERNEL_{side})"
                 for i, side in sides
             ]
         lines = [
