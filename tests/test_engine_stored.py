@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 import numerics
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import between, direct, library, part, precision, schedule, sinks, stored
+from inline_kernels.engine import between, choice, direct, library, part, precision, schedule, sinks, stored
 from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, h200, of_11_bits, only_through, random_model  # noqa: F401
@@ -143,8 +144,24 @@ def test_channels_last_where_operands_are_planes(mainloop, tail, layer, monkeypa
     assert_rule(fast, model, x.float(), True)
 
 
+@pytest.mark.parametrize("saving", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("views", [False, True])
+def test_v_channels_last(views, saving, layer, monkeypatch):
+    """As x lies, and what passes make of it."""
+    monkeypatch.setattr(choice, "stream_views", lambda *_: 0.0 if views else math.inf)
+    model, x = layer("stream", REDUCING["norm"][0], torch.bfloat16)
+    x = x.contiguous(memory_format=torch.channels_last)
+    fast = fuse(copy.deepcopy(model))
+    with torch.set_grad_enabled(saving):
+        (plan,) = fast.plan(x)
+    assert plan.runs == "stored" and "writes v, channels last" in plan.reason
+    assert ("by views" in plan.reason) == views
+    assert_rule(fast, model, x, saving)
+    assert fast(x).is_contiguous(memory_format=torch.channels_last)
+
+
 def test_channels_last(layer):
-    """There stream would write v channels last."""
+    """There stream would write v channels last, and passes don't read it so."""
     model, x = layer("stream", least, torch.bfloat16)
     x = x.contiguous(memory_format=torch.channels_last)
     with pytest.raises(stored.Unsupported, match="v would lie channels last"):

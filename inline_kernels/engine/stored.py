@@ -7,7 +7,7 @@ backward follows, sinks.py has what the first pass over v makes, sums mostly, ta
 
 from __future__ import annotations
 
-from . import choice, direct, inside, load_plan, programs, schedule, sinks
+from . import choice, direct, inside, library, load_plan, programs, schedule, sinks
 from .between import KEPT
 from .cases import Case
 from .graph import ELEMENTS, Graph
@@ -24,13 +24,17 @@ def _composed(case: Case) -> programs.Composed:
 
 
 def _writes_last(case: Case) -> bool:
-    """Does v lie channels last, because y stays so, and passes can't turn that?"""
-    return case.stays_last and not load_plan.turns_y_alone(case, _composed(case))
+    """Does v lie channels last, because y stays so, and passes can't turn that, or because all that is like it does?"""
+    composed = _composed(case)
+    if case.stays_last:
+        return not load_plan.turns_y_alone(case, composed)
+    tensor_cores = case.x.element_size() == 2 or library.may_run_tf32(case.x)  # else v in planes is no slower
+    return library.is_channels_last(case.x) and tensor_cores and load_plan.is_last(case, composed)
 
 
 def _behind(case: Case) -> Case:
     """For what follows the convolution, which writes v in planes, unless it lies channels last as y does."""
-    return case if case.stays_last else case._replace(last=False, in_planes=True)
+    return case if case.stays_last or _writes_last(case) else case._replace(last=False, in_planes=True)
 
 
 def alone(case: Case) -> Case:
@@ -68,7 +72,7 @@ def of_convolution(case: Case) -> list[dict]:
 
 def first_beside(case: Case) -> tuple | None:
     """What does the first pass, too, as sinks.py says."""
-    if not case.saving or case.stays_last:
+    if not case.saving or _behind(case) is case:
         return None
     try:
         return sinks.beside_v(_behind(case))

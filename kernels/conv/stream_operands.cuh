@@ -123,23 +123,40 @@ template <class Operands> struct Scales {
 
 // --------------------------------------------------------------------------------------------------- weights
 
+// A channel's weights, which lie one behind the other, are read once where shared memory has room for them.
+template <class Conv>
+constexpr bool kWeightsFit = Conv::Filter::kSpread == 1 && !Conv::kTransposed &&
+                             Conv::kChannelsIn * Conv::kTaps * sizeof(typename Conv::value_t) <= 47 << 10;
+
 // A block per output channel, a thread per 8 operands of a copy; padding channels are 0. Also clears what
 // Scales read.
 template <class Conv>
 __global__ void __launch_bounds__(kPackThreads)
     pack_stream_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv::Operands> scales,
                               const typename Conv::value_t* weight) {
-  constexpr int kCopies = Conv::kCopies, kBlockChannels = Conv::kBlockChannels;
+  constexpr int kCopies = Conv::kCopies, kTaps = Conv::kTaps, kBlockChannels = Conv::kBlockChannels;
+  constexpr int kAll = Conv::kChannelsIn * kTaps;
+  __shared__ typename Conv::value_t staged[kWeightsFit<Conv> ? kAll : 1];
   const int channel = blockIdx.x;
   const bool real = channel < Conv::kChannelsOut;
-  const int exponent =
-      channel_exponent<Conv>(exponents, scales.largest, weight, scales.kOfSample * scales.N, channel, real);
+  const auto of = [&](int c, int tap) {
+    const int64_t at = weight_index<Conv>(channel, c, tap);
+    return kWeightsFit<Conv> ? staged[at - int64_t(channel) * kAll] : weight[at];
+  };
+  if (kWeightsFit<Conv> && real) {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < kAll; i += kPackThreads) staged[i] = weight[int64_t(channel) * kAll + i];
+  }
+  __syncthreads();  // all are there
+  const int exponent = channel_exponent<Conv>(exponents, scales.largest, scales.kOfSample * scales.N, channel,
+                                              real, [&](int i) { return of(i / kTaps, i % kTaps); });
   const int block = channel / kBlockChannels;
   constexpr int kUnits = Conv::kGroup / 8, kRows = Conv::kWeightRows;  // of a row; of a copy
   for (int i = threadIdx.x; i < Conv::kGroups * kCopies * kUnits * (kRows / kBlockChannels);
        i += kPackThreads) {
-    const int unit = i / kCopies, copy = i % kCopies, group = unit / kUnits % Conv::kGroups;
-    const bool second = unit / kUnits >= Conv::kGroups;
+    const int unit = i % kUnits, copy = i / kUnits % kCopies, all = i / (kUnits * kCopies);
+    const bool second = all >= Conv::kGroups;
+    const int group = second ? all - Conv::kGroups : all;
     const int row = channel % kBlockChannels + (second ? kBlockChannels : 0);
     union {
       typename Conv::operand_t values[8];
@@ -147,15 +164,15 @@ __global__ void __launch_bounds__(kPackThreads)
     } pack;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      const auto [c, part, tap] = Conv::entry(group, unit % kUnits * 8 + k, second);
+      const auto [c, part, tap] = Conv::entry(group, unit * 8 + k, second);
       float value = real && c < Conv::kChannelsIn && part < Conv::kParts
-                        ? float(weight[weight_index<Conv>(channel, c, copy * Conv::kFolded + tap)])
+                        ? float(of(c, copy * Conv::kFolded + tap))
                         : 0.f;
       if constexpr (Conv::kScaled) value = Conv::scaled(value, power_of_two(exponent));
       pack.values[k] = Conv::split(value).part[part % Conv::kParts];
     }
     const int64_t first = (int64_t(block) * (Conv::kGroups * kCopies) + group * kCopies + copy) * kRows;
-    packed[(first + row) * kUnits + swizzled<Conv::kGroup>(row, unit % kUnits)] = pack.all;
+    packed[(first + row) * kUnits + swizzled<Conv::kGroup>(row, unit)] = pack.all;
   }
 }
 

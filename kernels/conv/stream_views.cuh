@@ -106,8 +106,10 @@ __global__ void __launch_bounds__(kPackThreads)
   constexpr int kBlockChannels = Conv::kBlockChannels, kSteps = Conv::kSteps;
   const int channel = blockIdx.x, block = channel / kBlockChannels;
   const bool real = channel < Conv::kChannelsOut;
+  constexpr int kTaps = Conv::kTaps;
+  const auto of = [&](int i) { return weight[weight_index<Conv>(channel, i / kTaps, i % kTaps)]; };
   const int exponent =
-      channel_exponent<Conv>(exponents, scales.largest, weight, scales.kOfSample * scales.N, channel, real);
+      channel_exponent<Conv>(exponents, scales.largest, scales.kOfSample * scales.N, channel, real, of);
   for (int i = threadIdx.x; i < kSteps * Conv::kProducts * 2; i += kPackThreads) {
     const int step = i / (Conv::kProducts * 2);
     const Term term = Conv::term(i / 2 % Conv::kProducts, i % 2);

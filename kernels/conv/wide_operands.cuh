@@ -203,12 +203,11 @@ template <class Conv> __device__ __forceinline__ int64_t weight_index(int channe
                            : (int64_t(channel) * Conv::kChannelsIn + c) * kTaps + tap;
 }
 
-// The exponent for the block's channel, from its weights; 0 for padding, not `real`. Clears numbers of
+// The exponent for the block's channel, from its weights, of(i); 0 for padding, not `real`. Clears numbers of
 // samples.
-template <class Conv>
-__device__ __forceinline__ int channel_exponent(int32_t* exponents, uint32_t* cleared,
-                                                const typename Conv::value_t* weight, int64_t N, int channel,
-                                                bool real) {
+template <class Conv, class Of>
+__device__ __forceinline__ int channel_exponent(int32_t* exponents, uint32_t* cleared, int64_t N, int channel,
+                                                bool real, const Of& of) {
   for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < N;
        n += int64_t(gridDim.x) * blockDim.x)
     cleared[n] = 0;
@@ -220,7 +219,7 @@ __device__ __forceinline__ int channel_exponent(int32_t* exponents, uint32_t* cl
   float mine = 0.f;
 #pragma unroll 8
   for (int i = threadIdx.x; real && i < Conv::kChannelsIn * kTaps; i += blockDim.x)
-    mine = larger_magnitude(mine, weight[weight_index<Conv>(channel, i / kTaps, i % kTaps)]);
+    mine = larger_magnitude(mine, of(i));
 #if __CUDA_ARCH__ >= 800
   const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(mine));
   if (threadIdx.x % 32 == 0) atomicMax(&largest, of_warp);
@@ -243,7 +242,9 @@ __global__ void __launch_bounds__(128)
   constexpr int kTaps = Conv::kTaps, kKBlock = Conv::kKBlock, kBlockChannels = Conv::kBlockChannels;
   const int channel = blockIdx.x;
   const bool real = channel < Conv::kChannelsOut;
-  const int exponent = channel_exponent<Conv>(exponents, largest, weight, N, channel, real);
+  const int exponent = channel_exponent<Conv>(exponents, largest, N, channel, real, [&](int i) {
+    return weight[weight_index<Conv>(channel, i / kTaps, i % kTaps)];
+  });
   const int block = channel / kBlockChannels, tile = channel % kBlockChannels / 16, row = channel % 16;
   for (int i = threadIdx.x; i < Conv::kKBlocks * kKBlock * kTaps; i += blockDim.x) {
     const int c = i / kTaps, tap = i % kTaps, k_block = c / kKBlock, step = c % kKBlock / 16, k = c % 16;

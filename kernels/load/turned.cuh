@@ -3,8 +3,8 @@
 // gradient in front of one.
 //
 // A block turns tiles of positions and channels through shared memory, one after the other: all that are its
-// part of some planes. A warp takes a channel of a tile after the other, kBeside neighbouring positions a
-// lane, or, in planes of odd sizes, one. C is a multiple of kRowVector.
+// part of some planes. A warp has kRowVector channels of a tile, and a lane of these kPack neighbouring
+// positions at a time, or, where planes have no multiple of those, two or one. C is a multiple of kRowVector.
 #pragma once
 #include <algorithm>
 #include <initializer_list>
@@ -160,6 +160,10 @@ template <Tiled tiled, int kAtOnce> class TurnedPlane {
     constexpr int kStep = kLanes * kPack;
     int row = int(threadIdx.x) % kLanes;
     if (tile_.extent.positions() % kPack) {
+      if (kPair > 1 && tile_.extent.positions() % kPair == 0) {
+        for (row *= kPair; row < left; row += kLanes * kPair) f(point<kPair>(row));
+        return;
+      }
       for (; row < left; row += kLanes) f(point<1>(row));
       return;
     }
@@ -321,8 +325,8 @@ struct Picked {
 // height, width: of a tile; width and pitch in words. Rows and columns are below 2^32.
 struct Turning {
   unsigned rows, columns, row_tiles, column_tiles, height, width, pitch;
-  bool loads_vectors, stores_vectors, by_matrices;
-  Jobs loads, stores;  // in a row of a tile, and in a column
+  bool loads_vectors, stores_vectors, by_matrices, aligned;  // aligned: do eights of columns lie so?
+  Jobs loads, stores;                                        // in a row of a tile, and in a column
   Picked picked;
 };
 
@@ -398,9 +402,25 @@ struct TurnedTile {
   }
 };
 
+// 16 bytes from any even address on, of which aligned ones have the first, `low`, and the last, `high`.
+__device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, uintptr_t at) {
+  uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+  for (int i = 0; i < 6; i++) words[i] = at & 8 ? words[i + 2] : words[i];
+#pragma unroll
+  for (int i = 0; i < 5; i++) words[i] = at & 4 ? words[i + 1] : words[i];
+  const unsigned bits = at % 4 * 8;
+  return make_uint4(__funnelshift_r(words[0], words[1], bits), __funnelshift_r(words[1], words[2], bits),
+                    __funnelshift_r(words[2], words[3], bits), __funnelshift_r(words[3], words[4], bits));
+}
+template <class T> __device__ __forceinline__ uint4 aligned_around(const T* at) {
+  return *reinterpret_cast<const uint4*>(uintptr_t(at) & ~uintptr_t(15));
+}
+
 // A tile of 16-bit elements, eights of rows by eights of columns, at most kMatrixRows x kMatrixColumns, which
 // tensor cores' loads turn: a lane gets eight rows of one column. The eights of a row stand in an order of
-// its own, so that the rows of which lanes give the addresses meet other banks.
+// its own, so that the rows of which lanes give the addresses meet other banks. Rows may begin anywhere, and
+// the last eight of columns have fewer.
 constexpr int kMatrixRows = 128, kMatrixColumns = 64;
 struct MatrixTile {
   uint4* const at;
@@ -410,12 +430,20 @@ struct MatrixTile {
       kWarps = kPlaneThreads / 32;
   static_assert(kMatrixRows / 32 * kEights == kJobs * kWarps);
 
-  __device__ __forceinline__ void load(const value_t* from, unsigned pitch) const {
-    uint4 values[kJobs];
+  template <bool kAligned> __device__ __forceinline__ void load(const value_t* from, unsigned pitch) const {
+    uint4 low[kJobs], high[kJobs];
+    const auto place_of = [&](unsigned row, unsigned eight) {
+      return from + uint64_t(row) * pitch + eight * 8;
+    };
     each_eight([&](int k, unsigned row, unsigned eight) {
-      values[k] = *reinterpret_cast<const uint4*>(from + uint64_t(row) * pitch + eight * 8);
+      const value_t* const first = place_of(row, eight);
+      low[k] = aligned_around(first);
+      if constexpr (!kAligned) high[k] = aligned_around(first + min(columns - eight * 8, 8u) - 1);
     });
-    each_eight([&](int k, unsigned row, unsigned eight) { at[place(row, eight)] = values[k]; });
+    each_eight([&](int k, unsigned row, unsigned eight) {
+      if constexpr (!kAligned) low[k] = shifted(low[k], high[k], uintptr_t(place_of(row, eight)) % 16);
+      at[place(row, eight)] = low[k];
+    });
   }
   __device__ __forceinline__ void store(value_t* to, unsigned pitch) const {
     const unsigned lane = threadIdx.x % 32, quad = lane % 4 * 8, of_matrix = lane % 8;
@@ -428,7 +456,8 @@ struct MatrixTile {
       Memory<uint32_t, 4> words;
       tensor_core::load_matrices_transposed(words.at, tensor_core::shared_address(at + place(row, eight)));
       value_t* const column = to + uint64_t(eight * 8 + lane / 4) * pitch;
-      if (first + quad < rows) put(reinterpret_cast<uint32_t*>(column + first + quad), words);
+      if (first + quad < rows && eight * 8 + lane / 4 < columns)
+        put(reinterpret_cast<uint32_t*>(column + first + quad), words);
     }
   }
 
@@ -480,7 +509,8 @@ __global__ void __launch_bounds__(kPlaneThreads, sizeof(value_t) > 4 ? 3 : 5)
   if constexpr (sizeof(value_t) == 2) {
     if (turning.by_matrices) {
       const MatrixTile tile{reinterpret_cast<uint4*>(shared), rows, columns};
-      tile.load(from + column, turning.columns);
+      if (turning.aligned) tile.load<true>(from + column, turning.columns);
+      else tile.load<false>(from + column, turning.columns);
       __syncthreads();  // the tile is complete
       tile.store(to, turning.rows);
       return;
@@ -507,8 +537,7 @@ inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows
   constexpr int kSector = 32 / sizeof(value_t);
   const bool loads_vectors = !picked.width && vectors_fit(source, columns),
              stores_vectors = vectors_fit(out, rows),
-             by_matrices = sizeof(value_t) == 2 && !picked.width && rows % 8 == 0 && columns % 8 == 0 &&
-                           (uint64_t(source) | uint64_t(out)) % 16 == 0;
+             by_matrices = sizeof(value_t) == 2 && !picked.width && rows % 8 == 0 && uint64_t(out) % 16 == 0;
   const int64_t words = (columns + kPair - 1) / kPair;
   const int64_t most = words > kWide ? kWords / std::min<int64_t>(rows, kTall) : kWide;
   const int64_t width = share_of(words, by_matrices ? kMatrixColumns / kPair : most, kSector / kPair),
@@ -528,6 +557,7 @@ inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows
                         loads_vectors,
                         stores_vectors,
                         by_matrices,
+                        columns % 8 == 0 && uint64_t(source) % 16 == 0,
                         loads,
                         stores,
                         picked};

@@ -81,6 +81,9 @@ inline double rsqrt(double x) { return 1 / std::sqrt(x); }
 inline void __threadfence() {}
 template <class T, class U> T atomicAdd(T* at, U value) { return std::exchange(*at, *at + T(value)); }
 template <class T, class U> T atomicMax(T* at, U value) { return std::exchange(*at, max(*at, T(value))); }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t bits) {
+  return uint32_t((uint64_t(high) << 32 | low) >> (bits % 32));
+}
 template <class T> void __stcs(T* at, T value) { *at = value; }
 template <class T> void __stcg(T* at, T value) { *at = value; }
 template <class T> T __ldcg(const T* at) { return *at; }
