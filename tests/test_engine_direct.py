@@ -24,6 +24,7 @@ from inline_kernels.engine import (
     choice,
     composed,
     direct,
+    library,
     mainloops,
     precision,
     schedule,
@@ -152,7 +153,8 @@ def given(model: nn.Module, x: torch.Tensor) -> tuple:
 
 def run(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     segment, arguments = given(model, x)
-    plan = direct.plan(Case(segment, arguments, False, dtype or x.dtype))
+    last = library.is_channels_last(x)
+    plan = direct.plan(Case(segment, arguments, False, dtype or x.dtype, last=last))
     return direct.forward(plan, arguments)[0]
 
 
@@ -344,6 +346,11 @@ def test_windows_by_stream(name, dtype, device, monkeypatch):
     assert_rule(model, x)
     x[1].view(-1)[30], x[0].view(-1)[7] = -INF, float("nan")
     assert torch.equal(kinds_of(run(model, x)), kinds_of(model(x).detach()))
+    if x.dim() == 4 and "sum" not in name:
+        last = x.contiguous(memory_format=torch.channels_last)
+        assert torch.equal(kinds_of(run(model, last)), kinds_of(model(x).detach()))
+        last[:, :, 0] = 0.0
+        assert_rule(model, last.nan_to_num(0.0, 1.0, -1.0))
 
 
 def test_what_follows_windows_is_in_the_plan(device):
@@ -434,8 +441,11 @@ def test_stream_channels_last(filters_are_last, device, monkeypatch):
     )
     assert_rule(model, x)
     assert run(model, x).is_contiguous(memory_format=torch.channels_last)
-    (request,) = direct.requests(Case(*given(model, x), False, x.dtype))
+    (request,) = direct.requests(Case(*given(model, x), False, x.dtype, last=True))
     assert request["defines"]["WEIGHT_LAST"] == filters_are_last
+    case = Case(*given(model, x), False, x.dtype)  # as who reads planes asks
+    y = direct.forward(direct.plan(case), case.arguments)[0]
+    assert y.is_contiguous() and torch.equal(y, run(model, x))
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
     model, x = model.float(), x.float()  # which is packed as it lies
     assert_rule(model, x)

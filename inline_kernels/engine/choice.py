@@ -122,7 +122,8 @@ LIBRARY_FLOAT32, LIBRARY_WINOGRAD, WINOGRAD_ROWS, LIBRARY_ONE_CHANNEL = 41e6, 80
 # … of images with few channels in, but of filters of one tap, for each term of a sum, of 16 channels out and more (trials/few_channels.json: 0.3e6
 # to 0.5e6 of 3 to 16 channels, in TF32, in 16 bits, and from 8 channels on in float32).
 LIBRARY_FEW, FEW_CHANNELS = 0.45e6, 16
-LIBRARY_VOLUMES_FEW = 10e6  # of volumes in 16 bits, of fewer than 8 channels in (the same: 7e6 to 11e6)
+# Of volumes in 16 bits, of fewer than 8 channels in (the same: 7e6 to 11e6); channels last (sizes drawn by seed 1131: 27e6).
+LIBRARY_VOLUMES_FEW = {False: 10e6, True: 27e6}
 # kernels/conv/narrow2d.cuh, by the bytes of a value: microseconds of any tile of 128 columns of a row, of 64 channels out, for each tap and 8
 # channels in, and for each channel out (the same record, within a sixth).
 ROW_TILES = {2: (0.85, 0.03, 0.0065), 4: (0.93, 0.07, 0.013)}
@@ -144,6 +145,7 @@ WIDE_PRODUCTS, WIDE_LATER, WIDE_LOSES = 36, 1.4, 0.9
 WIDE_LIBRARY = 1.2  # … and the library where it is expected to take less though it took so much longer
 WIDE_BYTES = 2.0e6  # a microsecond (2 images of 512 channels, 287 x 174, to 384 by 1 x 1: 0.417 ms, where stream takes 0.251)
 VIEWS, VIEWS_POSITIONS = 0, 128  # as `folded`; of a tile
+VIEWS_SPREAD = 32  # channels out at most, of which each warp has eight
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
 # The library's gradients of weights and of x, channels last (trials/convolution_layouts.json; of 16 bits not measured: nearly forward's, so
@@ -270,7 +272,10 @@ def stream_microseconds(
 ) -> float:
     """Of stream's products and of what packs for them."""
     products = stream_tile(filters, positions, itemsize, device, how).microseconds * how.passes
-    packed = 2 * math.prod(filters) + how.packs * math.prod(image)  # filters are read twice
+    of_x = math.prod(image)
+    if math.prod(filters[2:]) == 1:  # pixels that it meets are packed, but neighbours read
+        of_x = min(of_x, 2 * positions * filters[1])
+    packed = 2 * math.prod(filters) + how.packs * of_x  # filters: which takes about twice as long
     launches = 1 + how.packs + 2 * (itemsize == 4)
     moved = packed * (itemsize + 2 + 2 * how.split) / (PASS_BYTES * device.scale.memory)
     return products + launches * PACKING_START + moved
@@ -300,7 +305,7 @@ def _librarys_rate(image: Sequence[int], filters: Sequence[int], itemsize: int, 
     is_few = len(kernel) == 2 and channels <= FEW_CHANNELS and math.prod(kernel) > 1
     few = LIBRARY_FEW * channels * math.prod(kernel) / computed(outputs, 16) if is_few else math.inf
     if len(kernel) == 3 and itemsize == 2 and channels < 8:
-        return LIBRARY_VOLUMES_FEW / computed(outputs, 16)
+        return LIBRARY_VOLUMES_FEW[how.last] / computed(outputs, 16)
     if len(kernel) == 3 and itemsize == 2:
         many = min(channels, outputs) >= VOLUMES_MANY
         rate = LIBRARY_VOLUMES_16_MOST if many else LIBRARY_VOLUMES_16

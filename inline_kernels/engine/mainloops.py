@@ -106,7 +106,7 @@ class Image(NamedTuple):
 class Job(NamedTuple):
     """What a mainloop is asked to do. dtypes: of the results; front: direct.py's, or sinks: those of each pass; positions: v's, in all samples;
     settings: how its filter goes, or None where it is padded by more behind than before, and walk, too; pads: segment.Conv.pads; last: are results to lie channels
-    last for the next convolution, and rounds: y be rounded to TF32?"""
+    last for the next convolution, and rounds: y be rounded to TF32? lies_last: are they where x does?"""
 
     x: Tensor
     weight: Tensor
@@ -121,6 +121,7 @@ class Job(NamedTuple):
     rounds: bool = False
     instructions: int = 0  # of an element's tails, about
     inside: bool = False  # would the library run the tail inside its convolution?
+    lies_last: bool = False
 
     @property
     def window(self) -> int:
@@ -161,7 +162,7 @@ def job_of(
     positions = sizes.N * sizes.positions("e")
     rounds = case.stays_last and case.segment.result == between.OPERAND and case.x.dtype == torch.float32
     how = settings, walk, case.segment.conv.pads, case.stays_last, rounds, instructions
-    return Job(case.x, case.weight, dtypes, front, sinks, positions, *how)
+    return Job(case.x, case.weight, dtypes, front, sinks, positions, *how, lies_last=case.last)
 
 
 class Sinks(NamedTuple):
@@ -437,7 +438,11 @@ def _stream_obstacle(job: Job) -> str | None:
         return None
     sizes, device = (x.shape, weight.shape), tiling.device_properties(x.device.index)
     how = _streamed(job, job.window > 1)
-    return choice.stream_loses(*sizes, job.positions, x.element_size(), device, how)
+    reason = choice.stream_loses(*sizes, job.positions, x.element_size(), device, how)
+    spread = how.folded == choice.VIEWS and weight.shape[0] <= choice.VIEWS_SPREAD  # over half of the lanes
+    if reason is None and spread and x.element_size() == 2:
+        return SLOWER_INSIDE if choice.inside_loses(0, 2 * job.instructions, 4, device.scale) else None
+    return reason
 
 
 def is_operand(x: Tensor) -> bool:
@@ -489,7 +494,8 @@ def _stream_defines(job: Job) -> dict:
 def _stream_layouts(job: Job) -> dict:
     last = library.is_channels_last(job.x)
     known = {"LAST": int(last), "WEIGHT_LAST": int(last and library.is_channels_last(job.weight))}
-    return known | {"RESULTS_LAST": int(last or job.last), "ROUNDS_RESULT": int(job.rounds)}
+    lies_last = job.last or last and job.lies_last
+    return known | {"RESULTS_LAST": int(lies_last), "ROUNDS_RESULT": int(job.rounds)}
 
 
 def _taps_obstacle(job: Job) -> str | None:

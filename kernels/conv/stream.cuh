@@ -85,8 +85,8 @@ auto each_stored(const Values& v, T* y, const Tail& tail) {
   else return each_value(v, y, tail);
 }
 
-// What a tail makes of windows of those: y (N, kOut, …).
-template <class Values, class Pool, class T, class Tail> struct WalkedWindows {
+// What a tail makes of windows of those: y (N, kOut, …), or, kLast, channels last.
+template <class Values, class Pool, class T, class Tail, bool kLast> struct WalkedWindows {
   Values v;
   T* y;
   Tail tail;
@@ -94,7 +94,8 @@ template <class Values, class Pool, class T, class Tail> struct WalkedWindows {
   HOST_DEVICE int64_t windows() const { return int64_t(PD) * PH * PW; }
   HOST_DEVICE int64_t results() const { return Values::kOut * windows(); }  // of a sample
   __device__ void operator()(int64_t n, int64_t i) const {
-    const int c = int(i / windows()), at = int(i % windows()), line = at / PW;
+    const int c = int(kLast ? i % Values::kOut : i / windows()),
+              at = int(kLast ? i / Values::kOut : i % windows()), line = at / PW;
     const auto channel = tail.channel(n, c);
     const auto of = [&](int plane, int row, int column) {
       return tail.before(v(n, c, (int64_t(plane) * v.OH + row) * v.OW + column), channel);
@@ -287,15 +288,14 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
               const Walk& walk, cudaStream_t stream, const Stored<T, Tail>& y,
               const Stored<Ts, Tails>&... more) {
   static_assert(sizeof...(more) == 0 || (sizeof...(more) == 1 && Pool::kArea == 1));
-  static_assert(!kResultsLast || Pool::kArea == 1 || !Operands::kScaled, "so do windows");
   using Values = Walked<Filter, typename Operands::value_t, kLast>;
   const Scratch<uint32_t> largest(Scales<Operands>::kOfSample * x.size(0), stream);
   const auto behind = [&](const Doubts& doubts) {
     const Values v(x, weight, walk);
     if constexpr (Pool::kArea > 1) {
       const int windows[] = {v.OD / Pool::kDepth, v.OH / Pool::kHeight, v.OW / Pool::kWidth};
-      const WalkedWindows<Values, Pool, T, Tail> each{v,          y.to.data,  y.tail,
-                                                      windows[0], windows[1], windows[2]};
+      const WalkedWindows<Values, Pool, T, Tail, kResultsLast> each{v,          y.to.data,  y.tail,
+                                                                    windows[0], windows[1], windows[2]};
       exact(doubts, x.size(0), each, stream);
     } else {
       const auto each = all_of(each_stored<T, kResultsLast, kRounds>(v, y.to.data, y.tail),
