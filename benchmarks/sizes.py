@@ -2,6 +2,7 @@
 
     python benchmarks/sizes.py [--rows 3,17-20] [--peers eager,compile] [--seconds 0.3] [--json FILE] [--picture FILE]
     python benchmarks/sizes.py --seed 7      # 24 layers that nobody tuned for
+    python benchmarks/sizes.py --alone       # our convolutions beside the library's, without tails
     python benchmarks/sizes.py --draw RECORD --picture FILE
 
 A row of sizes.csv is a convolution with a tail (TAILS) as a layer of a real model has it. dtype tf32 is float32 where the library may round
@@ -12,6 +13,10 @@ SLACK in all rounds.
 
 A row of the record: the layer's columns, `times` (by contestant, of each round; ms), `plan` (what ours runs, and why), `factor` (the best
 peer's median over ours), `intensity` (FLOP a byte, with v never written), `ok`; `failed`: what was raised instead.
+
+With --alone a row has its convolution only, forward: ours with its bias, of an x in the row's layout and with all that packs it, wherever it can
+run, whatever rules expect; and the library's without a bias, of an x that lies channels last already. `times` are the least of 25 calls by
+turns; where ours can't run, `factor` is 0.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import csv
 import json
 import math
 import random
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -35,6 +41,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from inline_kernels import fuse  # noqa: E402
 from inline_kernels.bench import checks, records, timing  # noqa: E402
+from inline_kernels.engine import timed  # noqa: E402
 
 LAYERS = Path(__file__).with_name("sizes.csv")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -224,6 +231,40 @@ def measure(row: dict, peers: list[str], device: str, seconds: float) -> dict:
     return row | found | {"intensity": reached, "ok": any(each >= 1 - SLACK for each in factors)}
 
 
+def alone(row: dict, device: str) -> dict:
+    torch.backends.cudnn.allow_tf32 = row["dtype"] != "float32"
+    row = row | {"tail": "none", "phase": "forward"}
+    model, x = build(row, device)
+    ours = fuse(model, tune=True)
+    with torch.no_grad():
+        ours(x), ours(x)
+        plan = str(ours.plan(x))
+        found = re.search(r"direct ([\d.e-]+) ms", plan)
+        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        x, weight, conv = (
+            x.to(memory_format=layout),
+            model.conv.weight.to(memory_format=layout),
+            model.conv,
+        )
+        convolve = F.conv2d if x.dim() == 4 else F.conv3d
+        of = x, weight, None, conv.stride, conv.padding, conv.dilation
+        library = timed.least({"library": lambda: convolve(*of)}, True)["library"]
+    times = {"library": [library]} | ({"ours": [float(found[1])]} if found else {})
+    factor = library / times["ours"][0] if found else 0.0
+    return row | {"times": times, "plan": plan, "factor": factor, "ok": found is not None}
+
+
+def in_short(rows: list[dict]) -> str:
+    """Of what --alone measured: by dtype, of rows with at least 64 channels in."""
+    words = []
+    for dtype in MARKERS:
+        factors = sorted(r["factor"] for r in rows if r["dtype"] == dtype and r["channels_in"] >= 64)
+        if factors:
+            tenth, middle = factors[len(factors) // 10], statistics.median(factors)
+            words.append(f"{dtype}: median {middle:.2f}, tenth percentile {tenth:.2f} of {len(factors)}")
+    return "; ".join(words)
+
+
 def line(number: int, row: dict) -> str:
     shape = f"{row['batch']}x{row['channels_in']}->{row['channels_out']} {row['filter']} {'x'.join(map(str, row['image']))}"
     head = f"{number:3} {row['layer'][:14]:15}{shape:34}{row['dtype'][:8]:9}{row['layout'][9:] or 'NCHW':6}{row['phase']:8}"
@@ -285,21 +326,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="rows that it draws, in place of the table's")
     parser.add_argument("--peers", default="eager,compile")
     parser.add_argument("--seconds", type=float, default=0.3, help="of each round, all contestants together")
+    parser.add_argument("--alone", action="store_true", help="our convolutions beside the library's")
     parser.add_argument("--json", metavar="FILE", type=Path)
     parser.add_argument("--picture", metavar="FILE", type=Path)
     parser.add_argument("--draw", metavar="RECORD", type=Path, help="draw that record; nothing is timed")
     options = parser.parse_args()
     if options.draw:
         return picture(json.loads(options.draw.read_text())["rows"], options.picture)
-    rows, peers = [], options.peers.split(",")
+    rows, peers = [], ["library"] if options.alone else options.peers.split(",")
     every = layers() if options.seed is None else drawn(options.seed)
     print(f"{'':75}{''.join(f'{name:>9}' for name in [*peers, 'ours'])}  factor")
     for number in chosen(options.rows, len(every)):
-        rows.append(measure(every[number - 1], peers, "cuda", options.seconds))
+        row = every[number - 1]
+        rows.append(alone(row, "cuda") if options.alone else measure(row, peers, "cuda", options.seconds))
         print(line(number, rows[-1]), flush=True)
         torch._dynamo.reset()
         if options.json:
             records.write(options.json, rows)
+    if options.alone:
+        return print(in_short(rows))
     factors = [row["factor"] for row in rows if "factor" in row]
     mean = statistics.geometric_mean(factors) if factors else math.nan
     print(f"{sum(row['ok'] for row in rows)} of {len(rows)} rows hold; geometric mean {mean:.2f}")

@@ -53,7 +53,7 @@ def clock(monkeypatch):
             run()
         return dict(made.says)
 
-    monkeypatch.setattr(timed, "_least", least)
+    monkeypatch.setattr(timed, "least", least)
     return made
 
 
@@ -411,7 +411,7 @@ def test_the_least_of_alternating_rounds(monkeypatch):
     monkeypatch.setattr(timed, "_clock", clocked)
     monkeypatch.setattr(timed, "SECONDS", 0.0)
     trials = {"a": lambda: called.append("a"), "none": without_memory, "b": lambda: called.append("b")}
-    assert timed._least(trials, False) == {"a": 3.0, "b": 1.0}
+    assert timed.least(trials, False) == {"a": 3.0, "b": 1.0}
     assert called == ["a", "a", "b", "b", *"ababab"]
 
 
@@ -433,7 +433,7 @@ def test_kernels_are_timed_once(folder, monkeypatch):
         found = json.loads(path.read_text())
         assert {*found["ms"]} == {"load", "eager"} and found["of"]["sources"]["load"][0]
     another_process()
-    monkeypatch.setattr(timed, "_least", None)
+    monkeypatch.setattr(timed, "least", None)
     fast(x)
     assert all("ms" in each.reason and each.reason.startswith("timed: ") for each in fast.plan(x))
 

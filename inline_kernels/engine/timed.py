@@ -115,13 +115,13 @@ def time_candidates(part, tensors: Sequence[Tensor], of: dict, candidates: Mappi
     ):
         if _read(of) is None:  # another thread may have, meanwhile
             trials = {name: part.trial(each, tensors, of["gradients"]) for name, each in candidates.items()}
-            times = _known[_name(of)] = _least({name: run for name, run in trials.items() if run}, on_gpu)
+            times = _known[_name(of)] = least({name: run for name, run in trials.items() if run}, on_gpu)
             with contextlib.suppress(OSError, BuildError):  # a read-only folder
                 cache.replace(cache.cache_folder() / _name(of), {"of": of, "ms": times})
     return True
 
 
-def _least(trials: dict[str, Callable], on_gpu: bool) -> dict[str, float]:
+def least(trials: dict[str, Callable], on_gpu: bool) -> dict[str, float]:
     """Milliseconds, the least of rounds in turn. What finds no memory is out."""
     times, end = {}, time.perf_counter() + SECONDS
     for name, run in trials.items():  # the first builds backward's kernels, and asks cuDNN

@@ -115,6 +115,7 @@ constexpr int kExactThreads = 256;
 // each(n, i) for all i below each.results(), of the samples that are in doubt.
 template <class Each>
 __global__ void __launch_bounds__(kExactThreads) exact_kernel(Doubts doubts, int64_t N, Each each) {
+  await_previous_kernel();
   bool own = false, all = false;
   for (int c = threadIdx.x; c < doubts.channels; c += kExactThreads) all |= doubts.weight(c);
   for (int64_t i = threadIdx.x; i < N * doubts.of_sample; i += kExactThreads) own |= doubts.x(i);
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kExactThreads) exact_kernel(Doubts doubts, int
 
 template <class Each> void exact(const Doubts& doubts, int64_t N, const Each& each, cudaStream_t stream) {
   const unsigned blocks = 4 * unsigned(device_attribute(cudaDevAttrMultiProcessorCount));
-  exact_kernel<Each><<<blocks, kExactThreads, 0, stream>>>(doubts, N, each);
+  launch_early(exact_kernel<Each>, blocks, kExactThreads, stream, doubts, N, each);
 }
 
 }  // namespace conv

@@ -165,8 +165,8 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
   const Scratch<int32_t> exponents(Conv::kPaddedOut, stream);
   const Scratch<uint4> packed_weight(Conv::kPackedWeights, stream);
   const Scales<Operands> scales{largest, N};
-  pack_views_weight_kernel<Conv>
-      <<<Conv::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
+  launch_early(pack_views_weight_kernel<Conv>, Conv::kPaddedOut, kPackThreads, stream, packed_weight.data,
+               exponents.data, scales, weight.data);
   // The last tile's patches end behind the last pixel.
   const Scratch<uint4> packed(N * pixels * Conv::kUnits + Conv::kTilePositions + at.patch, stream);
   pack_views<Conv, kLast>(packed, scales, x, at, stream);
@@ -241,8 +241,8 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   const Scratch<int32_t> exponents(Loop::kPaddedOut, stream);
   const Scratch<uint4> packed_weight(Loop::kPackedWeights, stream);
   const Scales<Operands> scales{largest, N};
-  pack_stream_weight_kernel<Conv>
-      <<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(packed_weight, exponents, scales, weight);
+  launch_early(pack_stream_weight_kernel<Conv>, Loop::kPaddedOut, kPackThreads, stream, packed_weight.data,
+               exponents.data, scales, weight.data);
   const Scratch<uint4> packed(kPacks ? N * rows.S * (Loop::kPixel / 8) : 0, stream);
   const operand_t* operands = reinterpret_cast<const operand_t*>(packed.data);
   if constexpr (!kPacks) operands = reinterpret_cast<const operand_t*>(x.data);

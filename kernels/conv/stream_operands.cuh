@@ -123,9 +123,12 @@ template <class Operands> struct Scales {
 
 // --------------------------------------------------------------------------------------------------- weights
 
+// Taps that are channels out of their own (conv/taps.cuh).
+template <class Filter> constexpr int kSpreadTaps = 1;
+
 // A channel's weights, which lie one behind the other, are read once where shared memory has room for them.
 template <class Conv>
-constexpr bool kWeightsFit = Conv::Filter::kSpread == 1 && !Conv::kTransposed &&
+constexpr bool kWeightsFit = kSpreadTaps<typename Conv::Filter> == 1 && !Conv::kTransposed &&
                              Conv::kChannelsIn * Conv::kTaps * sizeof(typename Conv::value_t) <= 47 << 10;
 
 // A block per output channel, a thread per 8 operands of a copy; padding channels are 0. Also clears what
@@ -134,12 +137,19 @@ template <class Conv>
 __global__ void __launch_bounds__(kPackThreads)
     pack_stream_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv::Operands> scales,
                               const typename Conv::value_t* weight) {
+  await_previous_kernel();
   constexpr int kCopies = Conv::kCopies, kTaps = Conv::kTaps, kBlockChannels = Conv::kBlockChannels;
   constexpr int kAll = Conv::kChannelsIn * kTaps;
   __shared__ typename Conv::value_t staged[kWeightsFit<Conv> ? kAll : 1];
   const int channel = blockIdx.x;
   const bool real = channel < Conv::kChannelsOut;
   const auto of = [&](int c, int tap) {
+    constexpr int kSpread = kSpreadTaps<typename Conv::Filter>;
+    if constexpr (kSpread > 1) {
+      const int first = channel / kSpread, own = channel % kSpread;
+      return weight[WEIGHT_LAST ? (int64_t(first) * kSpread + own) * Conv::kChannelsIn + c
+                                : (int64_t(first) * Conv::kChannelsIn + c) * kSpread + own];
+    }
     const int64_t at = weight_index<Conv>(channel, c, tap);
     return kWeightsFit<Conv> ? staged[at - int64_t(channel) * kAll] : weight[at];
   };
@@ -189,6 +199,7 @@ template <class Conv>
 __global__ void __launch_bounds__(kImageThreads)
     look_ahead_kernel(Scales<typename Conv::Operands> scales, const float* x, int64_t S) {
 #if __CUDA_ARCH__ >= 800
+  await_previous_kernel();
   constexpr int C = Conv::kChannelsIn;
   const int64_t all = (S + kRun - 1) / kRun, step = min(all, int64_t(kLooksAt)),
                 runs = (all + step - 1) / step;
@@ -232,6 +243,7 @@ __global__ void __launch_bounds__(kImageThreads)
     pack_image_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x,
                       Pixels pixels, int64_t S) {
 #if __CUDA_ARCH__ >= 800
+  await_previous_kernel();
   constexpr int kPitch = kImagePatch / 2 + 1;  // words of two channels; no conflicts
   constexpr int kParts = Conv::kParts;
   __shared__ uint32_t patch[kParts][kImagePatch * kPitch];
@@ -357,6 +369,7 @@ __global__ void __launch_bounds__(kImageThreads)
     pack_pixels_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x,
                        Pixels pixels, Rows rows) {
 #if __CUDA_ARCH__ >= 800
+  await_previous_kernel();
   constexpr int kOwn = Conv::kEights <= kFewEights ? Conv::kEights : 1, kThreads = Conv::kEights / kOwn;
   const Lies<Conv, kLast> lies{pixels.plane()};
   for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
@@ -396,9 +409,8 @@ inline dim3 shares_of(int64_t threads, int64_t N) {
 template <class Conv>
 void look_ahead(const Scales<typename Conv::Operands>& scales, const float* x, int64_t S,
                 cudaStream_t stream) {
-  look_ahead_kernel<Conv>
-      <<<shares_of(Conv::kChannelsIn * S / kLooksAt + kRun, scales.N), kImageThreads, 0, stream>>>(scales, x,
-                                                                                                   S);
+  const dim3 blocks = shares_of(Conv::kChannelsIn * S / kLooksAt + kRun, scales.N);
+  launch_early(look_ahead_kernel<Conv>, blocks, kImageThreads, stream, scales, x, S);
 }
 
 // kLast: does x lie channels last?
@@ -410,20 +422,20 @@ void pack_image(uint4* packed, const Scales<typename Conv::Operands>& scales, co
   if constexpr (Conv::kLooksAhead) look_ahead<Conv>(scales, x, pixels.plane(), stream);
   if constexpr (kLast || Conv::kEights <= kFewEights) {
     const int64_t threads = rows.S * (Conv::kEights <= kFewEights ? 1 : Conv::kEights);
-    pack_pixels_kernel<Conv, false, kLast>
-        <<<shares_of(threads, scales.N), kImageThreads, 0, stream>>>(packed, scales, x, pixels, rows);
+    launch_early(pack_pixels_kernel<Conv, false, kLast, Pixels>, shares_of(threads, scales.N), kImageThreads,
+                 stream, packed, scales, x, pixels, rows);
     if constexpr (Conv::kScaled)
-      pack_pixels_kernel<Conv, true, kLast>
-          <<<dim3(32, samples), kImageThreads, 0, stream>>>(packed, scales, x, pixels, rows);
+      launch_early(pack_pixels_kernel<Conv, true, kLast, Pixels>, dim3(32, samples), kImageThreads, stream,
+                   packed, scales, x, pixels, rows);
   } else {
     static_assert(Conv::kFolded == 1, "rows without padding");
     const unsigned channels = ceil_div(Conv::kEights * 8, kImagePatch),
                    patches = unsigned((rows.S + kImagePatch - 1) / kImagePatch);
-    pack_image_kernel<Conv, false>
-        <<<dim3(patches, channels, samples), kImageThreads, 0, stream>>>(packed, scales, x, pixels, rows.S);
+    launch_early(pack_image_kernel<Conv, false, Pixels>, dim3(patches, channels, samples), kImageThreads,
+                 stream, packed, scales, x, pixels, rows.S);
     if constexpr (Conv::kScaled)
-      pack_image_kernel<Conv, true><<<dim3(min(patches, 32u), channels, samples), kImageThreads, 0, stream>>>(
-          packed, scales, x, pixels, rows.S);
+      launch_early(pack_image_kernel<Conv, true, Pixels>, dim3(min(patches, 32u), channels, samples),
+                   kImageThreads, stream, packed, scales, x, pixels, rows.S);
   }
 }
 

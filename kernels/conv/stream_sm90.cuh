@@ -395,6 +395,7 @@ __global__ void __launch_bounds__(Loop::kThreads, 1)
     convolve_stream_kernel(const __grid_constant__ typename Loop::Image image,
                            const __grid_constant__ typename Loop::Arguments args) {
 #if TENSOR_CORE_WGMMA
+  await_previous_kernel();
   Loop::run(args, image);
 #endif
 }
@@ -404,14 +405,16 @@ void convolve_stream(const typename Loop::Image& image, const typename Loop::Arg
                      cudaStream_t stream) {
   allow_shared<convolve_stream_kernel<Loop>>();
   const int clusters = max(device_attribute(cudaDevAttrMultiProcessorCount) / Loop::kCluster, 1);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {unsigned(Loop::kCluster), 1, 1};
+  cudaLaunchAttribute how[2]{};
+  how[0].id = cudaLaunchAttributeClusterDimension;
+  how[0].val.clusterDim = {unsigned(Loop::kCluster), 1, 1};
+  how[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  how[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(min(clusters, Loop::units(args)) * Loop::kCluster);
   config.blockDim = dim3(Loop::kThreads);
   config.dynamicSmemBytes = Loop::kSharedBytes, config.stream = stream;
-  config.attrs = &cluster, config.numAttrs = 1;
+  config.attrs = how, config.numAttrs = 2;
   cudaLaunchKernelEx(&config, convolve_stream_kernel<Loop>, image, args);
 }
 

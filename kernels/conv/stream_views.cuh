@@ -103,6 +103,7 @@ template <class Conv>
 __global__ void __launch_bounds__(kPackThreads)
     pack_views_weight_kernel(uint4* packed, int32_t* exponents, Scales<typename Conv::Operands> scales,
                              const typename Conv::value_t* weight) {
+  await_previous_kernel();
   constexpr int kBlockChannels = Conv::kBlockChannels, kSteps = Conv::kSteps;
   const int channel = blockIdx.x, block = channel / kBlockChannels;
   const bool real = channel < Conv::kChannelsOut;
@@ -146,6 +147,7 @@ __global__ void __launch_bounds__(kImageThreads)
     pack_views_kernel(uint4* packed, Scales<typename Conv::Operands> scales, const typename Conv::value_t* x,
                       Lattice at) {
 #if __CUDA_ARCH__ >= 800
+  await_previous_kernel();
   const Lies<Conv, kLast> lies{int64_t(at.extents[0]) * at.extents[1] * at.extents[2]};
   for (int64_t n = blockIdx.y; n < scales.N; n += gridDim.y) {
     int exponent;
@@ -179,11 +181,11 @@ void pack_views(uint4* packed, const Scales<typename Conv::Operands>& scales, co
   static_assert(!(Conv::kLooksAhead && kLast), "a gradient in planes");
   if constexpr (Conv::kLooksAhead)
     look_ahead<Conv>(scales, x, int64_t(at.extents[0]) * at.extents[1] * at.extents[2], stream);
-  pack_views_kernel<Conv, false, kLast>
-      <<<shares_of(int64_t(at.sample) * Conv::kEights, N), kImageThreads, 0, stream>>>(packed, scales, x, at);
+  const dim3 shares = shares_of(int64_t(at.sample) * Conv::kEights, N);
+  launch_early(pack_views_kernel<Conv, false, kLast>, shares, kImageThreads, stream, packed, scales, x, at);
   if constexpr (Conv::kScaled)
-    pack_views_kernel<Conv, true, kLast>
-        <<<dim3(32, unsigned(min(N, int64_t(65535)))), kImageThreads, 0, stream>>>(packed, scales, x, at);
+    launch_early(pack_views_kernel<Conv, true, kLast>, dim3(32, unsigned(min(N, int64_t(65535)))),
+                 kImageThreads, stream, packed, scales, x, at);
 }
 
 }  // namespace conv

@@ -306,6 +306,7 @@ template <class Loop>
 __global__ void __launch_bounds__(Loop::kThreads, 1)
     convolve_views_kernel(const __grid_constant__ typename Loop::Arguments args) {
 #if TENSOR_CORE_WGMMA
+  await_previous_kernel();
   Loop::run(args);
 #endif
 }
@@ -316,8 +317,8 @@ template <class Loop> void convolve_views(const typename Loop::Arguments& args, 
   const int blocks = min(max(device_attribute(cudaDevAttrMultiProcessorCount) / Loop::kChannelBlocks, 1),
                          args.N * Loop::tiles(args.at));
   const int shared = Loop::stages_at(args.teams) + args.stages * args.teams * Loop::stage_bytes(args.at);
-  convolve_views_kernel<Loop>
-      <<<blocks * Loop::kChannelBlocks, kWarpgroup * (1 + args.teams), shared, stream>>>(args);
+  launch_early_with(convolve_views_kernel<Loop>, blocks * Loop::kChannelBlocks, kWarpgroup * (1 + args.teams),
+                    shared, stream, args);
 }
 
 }  // namespace conv

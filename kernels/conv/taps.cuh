@@ -13,12 +13,9 @@
 namespace conv {
 
 // The filter by which all of F's taps meet a pixel: channel c's tap has number c · kTaps + tap.
-template <class F, int kDims = F::kDims> struct Spread : Filter<F::kIn, F::kOut * F::kTaps, 1, 1> {
-  static constexpr int kSpread = F::kTaps;
-};
-template <class F> struct Spread<F, 3> : Filter<F::kIn, F::kOut * F::kTaps, 1, 1, 1> {
-  static constexpr int kSpread = F::kTaps;
-};
+template <class F, int kDims = F::kDims> struct Spread : Filter<F::kIn, F::kOut * F::kTaps, 1, 1> {};
+template <class F> struct Spread<F, 3> : Filter<F::kIn, F::kOut * F::kTaps, 1, 1, 1> {};
+template <class F, int kDims> constexpr int kSpreadTaps<Spread<F, kDims>> = F::kTaps;
 
 // v's element, of taps' products with all pixels: terms (N, kOut · kTaps, …), as x's extents are.
 template <class Filter> struct Taps {

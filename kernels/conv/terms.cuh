@@ -27,6 +27,7 @@ constexpr int kTermsThreads = 256;
 template <int kChannels, class Terms, class Out, class Tail>
 __global__ void __launch_bounds__(kTermsThreads)
     sum_terms_kernel(Terms v, Out out, Tail tail, int64_t N, int64_t S) {
+  await_previous_kernel();
   const int64_t threads = int64_t(gridDim.x) * kTermsThreads;
 #pragma unroll 1
   for (int64_t i = int64_t(blockIdx.x) * kTermsThreads + threadIdx.x; i < N * S * kChannels; i += threads) {
@@ -43,7 +44,8 @@ template <int kChannels, class Terms, class Out, class Tail>
 void sum_terms(const Terms& v, const Out& out, const Tail& tail, int64_t N, int64_t S, cudaStream_t stream) {
   const int64_t blocks = (N * S * kChannels + kTermsThreads - 1) / kTermsThreads;
   const int64_t most = 16 * int64_t(device_attribute(cudaDevAttrMultiProcessorCount));
-  sum_terms_kernel<kChannels><<<unsigned(min(blocks, most)), kTermsThreads, 0, stream>>>(v, out, tail, N, S);
+  launch_early(sum_terms_kernel<kChannels, Terms, Out, Tail>, min(blocks, most), kTermsThreads, stream, v,
+               out, tail, N, S);
 }
 
 }  // namespace conv

@@ -196,15 +196,13 @@ template <class Operands> struct Input {
 // Where a weight lies; a transposed convolution's are (kChannelsIn, kChannelsOut, kKernelH, kKernelW), and
 // flipped. WEIGHT_LAST: channels in are its last axis, as channels last has it.
 template <class Conv> __device__ __forceinline__ int64_t weight_index(int channel, int c, int tap) {
-  constexpr int kSpread = Conv::Filter::kSpread, kTaps = Conv::kTaps * kSpread;
-  if constexpr (kSpread > 1) tap = channel % kSpread, channel /= kSpread;
+  constexpr int kTaps = Conv::kTaps;
   if (WEIGHT_LAST) return (int64_t(channel) * kTaps + tap) * Conv::kChannelsIn + c;
   return Conv::kTransposed ? (int64_t(c) * Conv::kChannelsOut + channel) * kTaps + kTaps - 1 - tap
                            : (int64_t(channel) * Conv::kChannelsIn + c) * kTaps + tap;
 }
 
-// The exponent for the block's channel, from its weights, of(i); 0 for padding, not `real`. Clears numbers of
-// samples.
+// The exponent for the block's channel, from its weights of(i); 0 for padding, not `real`. Clears `cleared`.
 template <class Conv, class Of>
 __device__ __forceinline__ int channel_exponent(int32_t* exponents, uint32_t* cleared, int64_t N, int channel,
                                                 bool real, const Of& of) {
@@ -220,12 +218,7 @@ __device__ __forceinline__ int channel_exponent(int32_t* exponents, uint32_t* cl
 #pragma unroll 8
   for (int i = threadIdx.x; real && i < Conv::kChannelsIn * kTaps; i += blockDim.x)
     mine = larger_magnitude(mine, of(i));
-#if __CUDA_ARCH__ >= 800
-  const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(mine));
-  if (threadIdx.x % 32 == 0) atomicMax(&largest, of_warp);
-#else
   atomicMax(&largest, __float_as_uint(mine));
-#endif
   __syncthreads();  // complete before anyone reads it
   const int exponent = top_exponent(largest);
   if (threadIdx.x == 0) exponents[channel] = exponent;

@@ -52,19 +52,19 @@ __device__ __forceinline__ void await_previous_kernel() {
 
 // Launches such a kernel, with so many bytes of dynamic shared memory. From sm_90 on its blocks are on their
 // multiprocessors by the time that the kernel before it ends.
-template <class... P, class... Arguments>
-void launch_early_with(void (*kernel)(P...), int64_t blocks, unsigned threads, int shared,
+template <class... P, class Blocks, class... Arguments>
+void launch_early_with(void (*kernel)(P...), const Blocks& blocks, unsigned threads, int shared,
                        cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization,
   early.val.programmaticStreamSerializationAllowed = 1;
-  const cudaLaunchConfig_t config{unsigned(blocks), threads,
-                                  size_t(shared),   stream,
-                                  &early,           device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
+  const cudaLaunchConfig_t config{dim3(blocks),   threads,
+                                  size_t(shared), stream,
+                                  &early,         device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
   cudaLaunchKernelEx(&config, kernel, P(arguments)...);
 }
-template <class... P, class... Arguments>
-void launch_early(void (*kernel)(P...), int64_t blocks, unsigned threads, cudaStream_t stream,
+template <class... P, class Blocks, class... Arguments>
+void launch_early(void (*kernel)(P...), const Blocks& blocks, unsigned threads, cudaStream_t stream,
                   const Arguments&... arguments) {
   launch_early_with(kernel, blocks, threads, 0, stream, arguments...);
 }

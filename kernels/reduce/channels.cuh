@@ -204,6 +204,7 @@ template <class T, class Reduction, class After>
 __global__ void __launch_bounds__(256)
     merge_channels_kernel(T* y, const typename Reduction::Partial* partial, After after, int blocks,
                           int64_t positions, int64_t count) {
+  await_previous_kernel();
   const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
   if (i >= count) return;
   partial += i / positions * blocks * positions + i % positions;
@@ -218,7 +219,7 @@ void merge_channels(T* y, const typename Reduction::Partial* partial, const Afte
                     int blocks, int64_t positions, cudaStream_t stream) {
   const int64_t count = N * positions;
   const auto kernel = merge_channels_kernel<T, Reduction, After>;
-  kernel<<<blocks_for(count, 256), 256, 0, stream>>>(y, partial, after, blocks, positions, count);
+  launch_early(kernel, blocks_for(count, 256), 256, stream, y, partial, after, blocks, positions, count);
 }
 
 }  // namespace reduce
