@@ -33,7 +33,7 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
                  SHARES>(x, weight, walk, stream, conv::Stored{y, conv::Identity{}});
 #else
   const Scratch<uint32_t> largest(x.size(0), stream);
-  conv::stream<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST, FOLDED>(
+  conv::stream<Filter, Operands, COLUMNS, 1, LEAD, SHARED_LIMIT, X_LAST, FOLDED>(
       x, weight, walk, conv::Identity{}, store::Positions<output_t, Y_LAST>{y}, conv::NoSink{}, largest, stream,
       [](const conv::Doubts&) {});
 #endif
@@ -87,18 +87,19 @@ def stream(folder):  # noqa: F811
         shared=227 << 10,
         shares=1,
         by_taps=False,
+        capability=90,
     ):
         axes = "DHW"[5 - weight.dim() :]
         dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", *(f"KERNEL_{axis}" for axis in axes)), weight.shape))
         result = result or x.dtype
         defines = dims | {"COLUMNS": columns, "X_LAST": int(x_last), "Y_LAST": int(y_last), "LEAD": lead}
         defines |= {"SHARED_LIMIT": shared, "SHARES": shares, "BY_TAPS": int(by_taps)}
-        defines["SPLIT"] = int(split)
+        defines |= {"SPLIT": int(split), "CAPABILITY": capability}
         packs = not x_last or x.dtype == torch.float32 or x.shape[1] % 8
         folded = choice.stream_folded(weight.shape, settings[-1], packs, split)
         defines["FOLDED"] = 0 if views else folded
         defines |= {"VALUE_T": TYPES[x.dtype], "OUTPUT_T": TYPES[result]}
-        kernels = Emulated(SOURCE, library_of(SOURCE, 900, defines, (), folder))
+        kernels = Emulated(SOURCE, library_of(SOURCE, capability * 10, defines, (), folder))
         kernels.library.emulation_device(2, 227 << 10)
         shape = convolved(x.float(), weight.float(), settings).shape
         y = torch.full(shape, NAN, dtype=result)
@@ -149,6 +150,53 @@ def test_split(filters, image, columns, settings, stream):
     assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
     finite = eager.isfinite()
     torch.testing.assert_close(y[finite], eager[finite], rtol=1e-5, atol=1e-4)
+
+
+# By mma.sync, in the memory of compute capability 8.6, or of 8.0, with more stages.
+SM80, SM86 = {"capability": 80, "shared": 163 << 10}, {"capability": 80, "shared": 99 << 10}
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    [(case, torch.float32) for case in range(len(CASES))]
+    + [(case, torch.bfloat16) for case in (1, 4, 6, 7, 9, 10)],
+    ids=str,
+)
+def test_sizes_on_sm80(case, dtype, stream):
+    filters, image, columns, settings = CASES[case]
+    x, weight = drawn(filters, image, dtype)
+    y = stream(x, weight, columns, settings, **(SM80 if case % 2 else SM86))
+    assert_close(y, x, weight, settings)
+
+
+@pytest.mark.parametrize("case, shares", [(1, 1), (3, 1), (5, 1), (9, 1), (10, 2)], ids=str)
+def test_split_on_sm80(case, shares, stream):
+    """float32's digits; and an infinity stays where it is."""
+    filters, image, columns, settings = CASES[case]
+    x, weight = drawn(filters, image, torch.float32)
+    x[1] *= 1e-30
+    given = {"split": True, "shares": shares, **(SM80 if case % 2 else SM86)}
+    assert_close(stream(x, weight, columns, settings, **given), x, weight, settings, split=True)
+    x[0].view(-1)[5] = INF
+    y, eager = stream(x, weight, columns, settings, **given), convolved(x, weight, settings)
+    assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
+
+
+@pytest.mark.parametrize(
+    "case, dtype, x_last, y_last, shares",
+    [
+        (0, torch.bfloat16, True, True, 2),
+        (7, torch.float32, False, True, 3),
+        (8, torch.float16, True, False, 1),
+    ],
+    ids=str,
+)
+def test_layouts_on_sm80(case, dtype, x_last, y_last, shares, stream):
+    """x that is read as it lies, y channels last, and shares of K."""
+    filters, image, columns, settings = CASES[case]
+    x, weight = drawn(filters, image, dtype)
+    y = stream(x, weight, columns, settings, x_last, y_last, shares=shares, **SM86)
+    assert_close(y, x, weight, settings)
 
 
 @pytest.mark.parametrize("case, shares", [(0, 2), (2, 3), (7, 3), (8, 3), (9, 2)], ids=str)

@@ -1,15 +1,19 @@
 // A 2-D or 3-D convolution of any size, with padding, stride and dilation: a tail of v = conv(x, weight),
-// which is never written, to a sink, on compute capability 9.0. Operands as in conv/wide.cuh.
+// which is never written, to a sink, on compute capability 9.0, or another from 8.0 on, as CAPABILITY says.
+// Operands as in conv/wide.cuh.
 //
 //   conv/stream_operands.cuh, conv/stream_views.cuh   sizes, packing
 //   conv/stream_sm90.cuh, conv/stream_views_sm90.cuh  the convolution, of operands that the copy engine
 //                                                     gathers, or of views
+//   conv/stream_sm80.cuh                              the same from compute capability 8.0 on, without views
+//   conv/stream_tile.cuh                              from sums to results
 //   store/positions.cuh, reduce/stream.cuh   sinks
 //
 // Bytes at (128, 256, 28, 28), 3×3, 256 channels out, bfloat16, channels last: 51 MB read, 51 MB written.
 // Bound: 118 GFLOP, 0.15 ms at 800 TFLOP/s.
 #pragma once
 #include "conv/exact.cuh"
+#include "conv/stream_sm80.cuh"
 #include "conv/stream_views_sm90.cuh"
 #include "conv/terms.cuh"
 #include "host/tensor.h"
@@ -113,9 +117,10 @@ template <class Values, class Pool, class T, class Tail, bool kLast> struct Walk
   }
 };
 
-// Columns of a consumer: else too few stages fit, or sums of a step beside those of all, or results beside
-// sums.
+// Columns of a consumer, or of a warp of conv/stream_sm80.cuh: else too few stages fit, or sums of a step
+// beside those of all, or results beside sums.
 template <class Filter, bool kBesides> constexpr int stream_columns(int columns) {
+  if (!kStreamsBySm90) return kWarpColumns;
   const int most = kBesides ? kMostReduced : Filter::kOut > 64 ? 256 : 192;
   return columns < most ? columns : most;
 }
@@ -190,11 +195,15 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64;
   constexpr bool kBesides = Operands::kSplit || Pool::kArea > 1 || Out::kReduces || More::kExists;
   constexpr int kOwn = stream_columns<Filter, kBesides>(kColumns);
-  using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead, kFolded, kShares>;
+  using Conv =
+      std::conditional_t<kStreamsBySm90,
+                         Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead, kFolded, kShares>,
+                         Gathered<Filter, Operands, kBlockChannels, kFolded, kShares>>;
   // Shares of K are stored as they are.
   using Of = std::conditional_t<(kShares > 1), Identity, Tail>;
   using To = std::conditional_t<(kShares > 1), store::Positions<float, Out::kLast>, Out>;
-  using Loop = StreamSm90<Conv, Pool, Of, To, More, kSharedLimit>;
+  using Loop = std::conditional_t<kStreamsBySm90, StreamSm90<Conv, Pool, Of, To, More, kSharedLimit>,
+                                  StreamSm80<Conv, Pool, Of, To, More, kSharedLimit>>;
   using operand_t = typename Operands::operand_t;
   constexpr bool kPacks = !kLast || Operands::kScaled || Filter::kIn % 8 != 0;
   static_assert(kPacks || kFolded == 1, "its rows have no padding");
@@ -250,23 +259,22 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   if constexpr (kMeetsSome) {
     if (!meets_all) pack_image<Conv, kLast>(packed, scales, x, met, rows, stream);
   }
-  const auto image = image_map<Filter::kDims, Loop::kGroup>(
-      operands, N, sizes[0], sizes[1], rows.pitch, Loop::kPixel, taps, outputs, Loop::kFetched, kFolded);
+  const auto image = Loop::image(operands, N, sizes, rows.pitch, taps, outputs);
   const auto convolve = [&](const Of& of_v, const To& to) {
-    convolve_stream<Loop>(image,
-                          {to,
-                           more,
-                           packed_weight,
-                           exponents,
-                           scales,
-                           of_v,
-                           int(N),
-                           int(OD),
-                           int(OH),
-                           int(OW),
-                           outputs,
-                           {walk.stride[0], walk.stride[1], walk.stride[2]}},
-                          stream);
+    const typename Loop::Arguments args{to,
+                                        more,
+                                        packed_weight,
+                                        exponents,
+                                        scales,
+                                        of_v,
+                                        int(N),
+                                        int(results[0]),
+                                        int(results[1]),
+                                        int(results[2]),
+                                        outputs,
+                                        {walk.stride[0], walk.stride[1], walk.stride[2]}};
+    if constexpr (kStreamsBySm90) convolve_stream<Loop>(image, args, stream);
+    else convolve_gathered<Loop>(image, args, stream);
   };
   if constexpr (kShares > 1) {
     static_assert(!More::kExists);
@@ -305,6 +313,7 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
   };
   const auto launch = [&](const auto& besides) {
     const store::Positions<T, kResultsLast, kRounds> out{y.to};
+    static_assert(kStreamsBySm90 || kFolded != kViews, "views are wgmma's");
     if constexpr (kFolded == kViews)
       conv::views<Filter, Operands, kSharedLimit, kLast>(x, weight, walk, y.tail, out, besides, largest,
                                                          stream, behind);

@@ -21,14 +21,15 @@ namespace conv {
 // = 128 channels; where it has 64, the same channels at other positions. kCluster blocks, 1 or 2, share what
 // both need. The first consumer is kLead steps ahead, so that one stores while the other still multiplies.
 //
-// A step of K is a copy of a group of 64 operands, which a tap meets; of few channels it is kSlabs of them.
+// A step of K is a copy of a group of kStep operands, 64 or 32, which a tap meets; of few channels it is
+// kSlabs of them.
 // Where tiles are too few for a GPU, each is computed kShares times, of a share of the steps.
 //
 // What the copy engine fetches takes it as long for a few channels as for 64. So, of few, a row of its
 // operands may have kFolded neighbouring pixels, all that a filter's row meets: they lie one behind the other
 // in x.
 template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_, int kLead_,
-          int kFolded_, int kShares_ = 1>
+          int kFolded_, int kShares_ = 1, int kStep_ = 64>
 struct Stream : Operands_ {
   using Filter = Filter_;
   using Operands = Operands_;
@@ -40,10 +41,13 @@ struct Stream : Operands_ {
   // Of a part's neighbours; the operands of a pixel, a row and a group.
   static constexpr int kParts = Operands::kParts, kBeside = kParts == 1 || kChannelsIn <= 8 ? 8 : 16;
   static constexpr int kPixel = ceil_div(kChannelsIn, kBeside) * kBeside * kParts;
-  static constexpr int kRow = kPixel * kFolded, kGroup = kRow > 32 ? 64 : kRow > 16 ? 32 : 16;
-  static constexpr int kGroups = ceil_div(kRow, kGroup), kSlabs = 64 / kGroup;
+  static constexpr int kRow = kPixel * kFolded, kStep = kStep_,
+                       kGroup = kRow > 32 && kStep > 32 ? 64
+                                : kRow > 16             ? 32
+                                                        : 16;
+  static constexpr int kGroups = ceil_div(kRow, kGroup), kSlabs = kStep / kGroup;
   static_assert(kFolded == 1 || (kFolded == Filter::kWidth && kBeside == 8 && kRow <= 64),
-                "rows of one group");
+                "rows of one group, or of two");
   static constexpr int kSteps = ceil_div(kGroups * kCopies, kSlabs);
   static constexpr int kLastSlabs = kGroups * kCopies - (kSteps - 1) * kSlabs;  // of the last step
   // Sixteens of channels of a group, and of the last one; products of depth 16 for each, and where their
@@ -82,7 +86,7 @@ struct Stream : Operands_ {
   };
   static __device__ __forceinline__ Entry entry(int group, int k, bool second) {
     if (kProducts == 3) return {group * (kGroup / 2) + k / 32 * 16 + k % 16, k / 16 % 2, 0};
-    const int tap = kFolded > 1 ? k / kPixel : 0, at = group * kGroup + k - tap * kPixel;
+    const int tap = kFolded > 1 ? (group * kGroup + k) / kPixel : 0, at = group * kGroup + k - tap * kPixel;
     if (kFolded > 1 && tap >= kFolded) return {0, kParts, 0};
     if (kProducts == 2) return {at % 8, !second ? 0 : at < 8 ? 1 : kParts, tap};
     return {at, 0, tap};

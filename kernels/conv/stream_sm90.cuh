@@ -18,57 +18,10 @@
 // Positions, and tiles, are counted in int.
 #pragma once
 #include "conv/exact.cuh"
-#include "conv/stream_operands.cuh"
-#include "conv/tail.cuh"
+#include "conv/stream_tile.cuh"
 #include "conv/wide_sm90_stages.cuh"
-#include "pool/reduction.cuh"
-#include "store/positions.cuh"
 
 namespace conv {
-
-// Windows of one element: tail(v, channel) is the result. Else the result is tail.after(windows of
-// tail.before(v, channel), channel).
-struct Unpooled {
-  static constexpr int kDepth = 1, kHeight = 1, kWidth = 1, kArea = 1;
-};
-
-// A tail, and the sink that takes its results.
-template <class Tail_, class Out_> struct Sunk {
-  using Tail = Tail_;
-  using Out = Out_;
-  static constexpr bool kExists = true;
-  Tail tail;
-  Out out;
-};
-struct NoSink {
-  struct Out {
-    static constexpr int kWarpBytes = 0;
-    static constexpr bool kReduces = false;
-  };
-  static constexpr bool kExists = false;
-};
-// Does a tail read something where its result lies? Then it says so.
-template <class Tail, class = void> constexpr bool reads_places = false;
-template <class Tail> constexpr bool reads_places<Tail, std::void_t<typename Tail::ReadsPlaces>> = true;
-
-constexpr int kMostReduced =
-    128;  // of a consumer's columns, where results are reduced or two tails have some
-
-// What the mainloop works on; `image`, a parameter of its own, is x. `more` takes v before `out`.
-template <class Conv, class Tail, class Out, class More> struct StreamArguments {
-  Out out;
-  More more;
-  const uint4* packed_weight;
-  const int32_t* exponents;                // (kPaddedOut): weights are scaled by 2^exponent
-  Scales<typename Conv::Operands> scales;  // of samples
-  Tail tail;
-  int N, OD, OH, OW;  // of the output
-  Walk walk;          // from one output to the next
-  int step[3];        // from one element of a window to the next
-
-  HOST_DEVICE int sample() const { return OD * OH * OW; }  // positions
-  HOST_DEVICE int positions() const { return N * sample(); }
-};
 
 template <class Conv, class Pool, class Tail, class Out, class More, int kSharedLimit>
 struct StreamSm90 : Conv {
@@ -104,6 +57,13 @@ struct StreamSm90 : Conv {
 
   // Barriers by number: the first consumer has a lead in a tile; the second one has begun it.
   static constexpr int kLeads = 1, kFollows = 2;
+
+  // x, operands of extents `sizes`, a pixel of a row behind the other, `pitch` of them.
+  static Image image(const operand_t* x, int64_t N, const int64_t (&sizes)[3], int pitch,
+                     const int (&taps)[3], const Walk& walk) {
+    return image_map<Conv::kDims, kGroup>(x, N, sizes[0], sizes[1], pitch, Conv::kPixel, taps, walk, kFetched,
+                                          Conv::kFolded);
+  }
 
   // Units of work, each a tile for every block of a cluster; channels first.
   static HOST_DEVICE int units(const Arguments& args) {
@@ -266,49 +226,6 @@ struct StreamSm90 : Conv {
     if (kLead > 0 && leads) sync_threads<kConsumers * kWarpgroup>(kFollows);
   }
 
-  // take(v, channel, to, at) of all sums, sample by sample: 16 channels from patch.channel on; `to` in
-  // results, at: the place in (N, kChannelsOut, S).
-  template <class OfTail, class Take>
-  static __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail& tail,
-                                                     const float (&sums)[kTiles][4],
-                                                     float (&results)[kTiles][4], const store::Patch& patch,
-                                                     const Take& take) {
-    const int lane = threadIdx.x % 32, S = args.sample();
-    int n = patch.position / S, from = 0, to = S - patch.position % S;
-#pragma unroll 1
-    for (; from < patch.columns; n++, from = to, to += S) {
-      const auto constants_of = [&](int c) {
-        ChannelConstants<OfTail> constants(tail, n, c, c < kChannelsOut);
-        if (kScaled) constants.set_exponent(-args.exponents[c] - args.scales.last(n));
-        return constants;
-      };
-      const int channel = patch.channel + lane / 4;
-      const auto low = constants_of(channel), high = constants_of(channel + 8);
-      const int64_t place = (int64_t(n) * kChannelsOut + channel) * S + (patch.position - n * S);
-#pragma unroll
-      for (int j = 0; j < kTiles; j++) {
-        if (j * 8 >= to || j * 8 + 8 <= from) continue;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const auto& constants = i < 2 ? low : high;
-          const int column = j * 8 + lane % 4 * 2 + i % 2;
-          float v = sums[j][i];
-          if constexpr (kScaled) v = v * constants.correction * constants.factor;
-          const bool real =
-              column >= from && column < to && (kChannelsOut % 16 == 0 || channel + i / 2 * 8 < kChannelsOut);
-          const int64_t at = place + i / 2 * 8 * int64_t(S) + column;
-          // Without a branch, so that four chains of arithmetic don't wait for one another.
-          const auto taken = [&] { return take(v, constants.channel, results[j][i], at); };
-          if constexpr (reads_places<OfTail>) results[j][i] = real ? taken() : results[j][i];
-          else {
-            const float value = taken();
-            results[j][i] = real ? value : results[j][i];
-          }
-        }
-      }
-    }
-  }
-
   static __device__ __forceinline__ void consume(const Arguments& args, const Barriers& barriers,
                                                  uint8_t* shared, int rank) {
     const int warp = threadIdx.x / 32 - 4, consumer = warp / 4;
@@ -331,36 +248,15 @@ struct StreamSm90 : Conv {
       if constexpr (!kPools) {
         multiply_tile(sums, tile, barriers, next, weights, image, consumer == 0);
         if (patch.channel >= kChannelsOut) continue;
-        const auto finish = [&](const auto& tail, float (&results)[kTiles][4]) {
-          finish_tile(args, tail, sums, results, patch, [&](float v, const auto& channel, float, int64_t at) {
-            return tail_of(tail, v, channel, at);
-          });
-        };
-        if constexpr (More::kExists) {
-          float results[kTiles][4] = {};
-          finish(args.more.tail, results);
-          args.more.out.store(staging, results, patch, store::Flat{args.sample()}, kChannelsOut);
-        }
-        finish(args.tail, sums);
-        if constexpr (kShares > 1) {
-          Out out = args.out;
-          out.y += tile.share * (int64_t(args.positions()) * kChannelsOut);
-          out.store(staging, sums, patch, store::Flat{args.sample()}, kChannelsOut);
-        } else args.out.store(staging, sums, patch, store::Flat{args.sample()}, kChannelsOut);
+        store_tile(args, sums, staging, patch, tile.share);
       } else {
         static_assert(kShares == 1, "windows of v, not of its terms");
-        using Reduction = typename Pool::Reduction;
         float results[kTiles][4] = {};
 #pragma unroll 1
         for (int element = 0; element < Pool::kArea; element++) {
           multiply_tile(sums, tile, barriers, next, weights, image, consumer == 0);
           if (patch.channel >= kChannelsOut) continue;
-          finish_tile(args, args.tail, sums, results, patch,
-                      [&](float v, const auto& channel, float so_far, int64_t) {
-                        const float value = args.tail.before(v, channel);
-                        const float pooled = element == 0 ? value : Reduction::merge(so_far, value);
-                        return element < Pool::kArea - 1 ? pooled : args.tail.after(pooled, channel);
-                      });
+          pool_tile<Pool>(args, sums, results, patch, element);
         }
         if (patch.channel < kChannelsOut)
           args.out.store(staging, results, patch, store::Flat{args.sample()}, kChannelsOut);
