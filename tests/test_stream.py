@@ -39,6 +39,46 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
 #endif
 }
 """
+# Windows of v; v twice, with a tail that reads where its result lies; sums over sixteens of channels.
+SINKS = """
+#include "conv/stream.cuh"
+#include "reduce/stream.cuh"
+using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
+using Operands = conv::Operands<value_t, SPLIT>;
+constexpr conv::Walk kWalk{{1, 1, 1}, {0, 2, 2}, {0, 2, 2}, {1, 1, 1}};
+struct Shifted {
+  struct Channel {
+    int c;
+  };
+  __device__ Channel channel(int64_t, int c) const { return {c}; }
+  __device__ float before(float v, const Channel& channel) const { return v + channel.c; }
+  __device__ float after(float pooled, const Channel& channel) const { return 2.f * pooled + channel.c; }
+};
+struct Plus : conv::Identity {
+  using ReadsPlaces = void;
+  const value_t* added;
+  __device__ float operator()(float v, const Channel&, int64_t at) const { return v + float(added[at]); }
+};
+EXPORT void pooled(Out<output_t> y, In<value_t> x, In<value_t> weight, cudaStream_t stream) {
+  conv::streamed<Filter, Operands, COLUMNS, 1, 2, SHARED_LIMIT, false, 1, false, false, pool::Windows<pool::Largest, 2, 3>>(
+      x, weight, kWalk, stream, conv::Stored{y, Shifted{}});
+}
+EXPORT void twice(Out<output_t> y, Out<output_t> more, In<value_t> x, In<value_t> weight, In<value_t> added,
+                  cudaStream_t stream) {
+  Plus plus;
+  plus.added = added;
+  conv::streamed<Filter, Operands, COLUMNS, 1, 2, SHARED_LIMIT, false, 1, false, false>(
+      x, weight, kWalk, stream, conv::Stored{y, plus}, conv::Stored{more, conv::Identity{}});
+}
+template <class To> void sum_to(const To& to, In<value_t> x, In<value_t> weight, cudaStream_t stream) {
+  const Scratch<uint32_t> largest(x.size(0), stream);
+  conv::stream<Filter, Operands, COLUMNS, 1, 2, SHARED_LIMIT, false, 1>(
+      x, weight, kWalk, conv::Identity{}, to, conv::NoSink{}, largest, stream, [](const conv::Doubts&) {});
+}
+EXPORT void over_channels(Out<output_t> partial, In<value_t> x, In<value_t> weight, cudaStream_t stream) {
+  sum_to(reduce::StreamChannels<reduce::Sum>{partial.data}, x, weight, stream);
+}
+"""
 TYPES = {torch.float32: "float", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
 # Filters; images; columns of a tile; stride, padding before and behind, dilation. Tiles that end inside samples, and of several of them;
 # positions that are no multiple of anything; channels that fill no group and no block; both kinds of blocks; a step of one, two and four taps;
@@ -197,6 +237,38 @@ def test_layouts_on_sm80(case, dtype, x_last, y_last, shares, stream):
     x, weight = drawn(filters, image, dtype)
     y = stream(x, weight, columns, settings, x_last, y_last, shares=shares, **SM86)
     assert_close(y, x, weight, settings)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("given", [{"capability": 90, "shared": 227 << 10}, SM86], ids=str)
+@pytest.mark.parametrize("channels", [40, 136])
+def test_sinks(channels, given, split, folder):  # noqa: F811
+    """Windows; a second result, and a tail that reads places; sums over channels. Places on an axis that need more than 32 bits."""
+    filters, image = (channels, 20, 9, 10), (3, 13, 11)
+    defines = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", "KERNEL_H", "KERNEL_W"), filters))
+    defines |= {"COLUMNS": 128, "SPLIT": int(split), "SHARED_LIMIT": given["shared"]}
+    defines |= {"CAPABILITY": given["capability"], "VALUE_T": "float", "OUTPUT_T": "float"}
+    kernels = Emulated(SINKS, library_of(SINKS, given["capability"] * 10, defines, (), folder))
+    kernels.library.emulation_device(2, 227 << 10)
+    x, weight = drawn(filters, image, torch.float32)
+    settings = (1, 2, 2, 1)
+    exact = convolved(x.double(), weight.double(), settings)
+    bound = convolved(x.double().abs(), weight.double().abs(), settings) * 2.0 ** (2 - (22 if split else 11))
+    nan = torch.full_like(exact, NAN, dtype=torch.float32)
+
+    shift = torch.arange(channels)[:, None, None]
+    windows = F.max_pool2d(exact + shift, (2, 3))
+    y = torch.full_like(windows, NAN, dtype=torch.float32)
+    kernels.pooled(y, x, weight)
+    assert ((y - (2 * windows + shift)).abs() <= 2 * F.max_pool2d(bound, (2, 3)) + 1e-4).all()
+
+    y, more, added = nan.clone(), nan.clone(), torch.randn(exact.shape)
+    kernels.twice(y, more, x, weight, added)
+    assert ((more - exact).abs() <= bound).all() and ((y - added - exact).abs() <= bound + 1e-5).all()
+
+    partial = torch.full((len(x), (channels + 15) // 16, *exact.shape[2:]), NAN)
+    kernels.over_channels(partial, x, weight)
+    assert ((partial.sum(1) - exact.sum(1)).abs() <= bound.sum(1)).all()
 
 
 @pytest.mark.parametrize("case, shares", [(0, 2), (2, 3), (7, 3), (8, 3), (9, 2)], ids=str)
