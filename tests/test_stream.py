@@ -39,7 +39,7 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
 #endif
 }
 """
-# Windows of v; v twice, with a tail that reads where its result lies; sums over sixteens of channels.
+# Windows of v; v twice, with a tail that reads where its result lies; sums over sixteens of channels, and over a warp's positions.
 SINKS = """
 #include "conv/stream.cuh"
 #include "reduce/stream.cuh"
@@ -77,6 +77,12 @@ template <class To> void sum_to(const To& to, In<value_t> x, In<value_t> weight,
 }
 EXPORT void over_channels(Out<output_t> partial, In<value_t> x, In<value_t> weight, cudaStream_t stream) {
   sum_to(reduce::StreamChannels<reduce::Sum>{partial.data}, x, weight, stream);
+}
+EXPORT int64_t parts(int64_t positions) {
+  return conv::stream_parts(positions, conv::stream_columns<Filter, true>(COLUMNS));
+}
+EXPORT void over_positions(Out<double> partial, In<value_t> x, In<value_t> weight, cudaStream_t stream) {
+  sum_to(reduce::StreamPositions<reduce::OfSums>{partial.data, int(partial.size(2))}, x, weight, stream);
 }
 """
 TYPES = {torch.float32: "float", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
@@ -243,7 +249,7 @@ def test_layouts_on_sm80(case, dtype, x_last, y_last, shares, stream):
 @pytest.mark.parametrize("given", [{"capability": 90, "shared": 227 << 10}, SM86], ids=str)
 @pytest.mark.parametrize("channels", [40, 136])
 def test_sinks(channels, given, split, folder):  # noqa: F811
-    """Windows; a second result, and a tail that reads places; sums over channels. Places on an axis that need more than 32 bits."""
+    """Windows; a second result, and a tail that reads places; sums over channels, and over positions. Of so many places on axes that more than 32 bits are needed."""
     filters, image = (channels, 20, 9, 10), (3, 13, 11)
     defines = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", "KERNEL_H", "KERNEL_W"), filters))
     defines |= {"COLUMNS": 128, "SPLIT": int(split), "SHARED_LIMIT": given["shared"]}
@@ -270,6 +276,11 @@ def test_sinks(channels, given, split, folder):  # noqa: F811
     kernels.over_channels(partial, x, weight)
     assert ((partial.sum(1) - exact.sum(1)).abs() <= bound.sum(1)).all()
 
+    parts = kernels.parts(exact[0, 0].numel())
+    partial = torch.full((len(x), channels, parts), NAN, dtype=torch.float64)
+    kernels.over_positions(partial, x, weight)
+    assert ((partial.sum(2) - exact.sum((2, 3))).abs() <= bound.sum((2, 3))).all()
+
 
 @pytest.mark.parametrize("case, shares", [(0, 2), (2, 3), (7, 3), (8, 3), (9, 2)], ids=str)
 @pytest.mark.parametrize("split, last", [(False, False), (True, True)])
@@ -295,13 +306,18 @@ def test_shares(case, shares, split, last, stream):
     ids=str,
 )
 @pytest.mark.parametrize(
-    "dtype, split, last",
-    [(torch.float32, False, False), (torch.float32, True, True), (torch.bfloat16, False, True)],
+    "dtype, split, last, gpu",
+    [
+        (torch.float32, False, False, {}),
+        (torch.float32, True, True, {}),
+        (torch.bfloat16, False, True, {}),
+        (torch.float32, True, False, SM86),
+    ],
 )
-def test_taps(dtype, split, last, filters, image, settings, stream):
+def test_taps(dtype, split, last, gpu, filters, image, settings, stream):
     """A channel for each tap, which are added behind, with padding, strides and dilation; and what can't be held."""
     x, weight = drawn(filters, image, dtype)
-    given = {"split": split, "x_last": last, "y_last": last, "by_taps": True}
+    given = {"split": split, "x_last": last, "y_last": last, "by_taps": True, **gpu}
     assert_close(stream(x, weight, 128, settings, **given), x, weight, settings, split)
     x[1] *= 1e-30
     x[0, 0].view(-1)[5] = INF

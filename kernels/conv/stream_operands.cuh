@@ -22,8 +22,7 @@ namespace conv {
 // both need. The first consumer is kLead steps ahead, so that one stores while the other still multiplies.
 //
 // A step of K is a copy of a group of kStep operands, 64 or 32, which a tap meets; of few channels it is
-// kSlabs of them.
-// Where tiles are too few for a GPU, each is computed kShares times, of a share of the steps.
+// kSlabs of them. Where tiles are too few for a GPU, each is computed kShares times, of a share of the steps.
 //
 // What the copy engine fetches takes it as long for a few channels as for 64. So, of few, a row of its
 // operands may have kFolded neighbouring pixels, all that a filter's row meets: they lie one behind the other

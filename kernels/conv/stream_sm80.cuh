@@ -2,15 +2,18 @@
 // through shared memory: M = channels out, N = positions of all samples, one behind the other, K = groups of
 // up to 32 operands × taps, 32 a step.
 //
-// A block computes a tile of 64 or 128 channels × 128 positions with 128 or 256 threads, a warp 32 channels ×
-// 64 positions of it. All threads fill the stages of a ring in the background: of a step the weights, as they
-// are packed, and what the tap meets at the positions, 16 bytes a copy, with zeros where that is padding. A
-// thread copies for the same few positions in all steps: it knows where they begin in x, and, a bit each,
-// which places of the filter's along each axis lie inside. Rows are swizzled (core/tensor_map.cuh), so that
-// neither copies nor load_matrices meet conflicts. Results pass through the stages' place.
+// A block computes a tile of 64 or 128 channels × 128 positions, a warp 32 channels × 64 positions of it, or
+// 64 × 64 (kWarpSixteens): it has 128 or 256 threads. All threads fill the stages of a ring in the
+// background: of a step the weights, as they are packed, and what the tap meets at the positions, 16 bytes a
+// copy, with zeros where that is padding. A thread copies for the same few positions in all steps: it knows
+// where they begin in x, and, a bit each, which places of the filter's along each axis lie inside. Rows are
+// swizzled (core/tensor_map.cuh), so that neither copies nor load_matrices meet conflicts. Results pass
+// through the stages' place.
 //
-// A step of 128 channels × 128 positions copies 16 KB from the L2 cache to shared memory and reads 48 KB
-// there, for 262,144 products of two operands: of 64 channels 12 KB and 24 KB, for half of them.
+// A step of 128 channels × 128 positions, 1/2 million products of two operands, copies 16 KB from the L2
+// cache to shared memory, and warps read 48 KB there, or, of 64 × 64, 32 KB. Tensor cores of 8.0 take 512
+// cycles for it, 8.6 and later 1024; 64 KB are 512 cycles of shared memory. A step of 64 channels copies 12
+// KB, and reads 24 KB, for half of the products.
 //
 // Where windows of v are pooled, positions are windows, and a tile is computed once for each of a window's
 // elements, all of which a thread then has.
@@ -23,9 +26,8 @@
 
 namespace conv {
 
-constexpr int kWarpColumns = 64, kWarpSixteens = 2;  // of a warp: positions, and sixteens of channels
-constexpr int kTileColumns = 128;                    // of a block
-constexpr int kGatheredStep = 32;                    // operands of K
+constexpr int kWarpColumns = 64, kTileColumns = 128;  // positions of a warp, of a block
+constexpr int kGatheredStep = 32;                     // operands of K
 
 // How such a convolution is cut: a tile has kTileColumns positions however many channels it has.
 template <class Filter, class Operands, int kBlockChannels, int kFolded, int kShares>
@@ -48,10 +50,15 @@ struct StreamSm80 : Conv {
       Conv::kTilePositions, Conv::kWeightBytes;
   using typename Conv::Filter, typename Conv::operand_t;
 
+  static constexpr bool kPools = Pool::kArea > 1;
   static constexpr int kTiles = kWarpColumns / 8;  // of a warp, 8 positions each
+  // Sixteens of a warp's channels. Where that much shared memory tells that tensor cores are 8.0's, they are
+  // twice as fast as those of 8.6 and later, and wait for what warps read there, unless each of that has
+  // three products; but sums take registers.
+  static constexpr bool kFast = kSharedLimit >= 160 << 10, kSpare = !kPools && !More::kExists;
+  static constexpr int kWarpSixteens = kFast && kSpare && !kSplit && kBlockChannels == 128 ? 4 : 2;
   static constexpr int kWarpsBeside = kTilePositions / kWarpColumns;
   static constexpr int kThreads = kBlockChannels / (kWarpSixteens * 16) * kWarpsBeside * 32;
-  static constexpr bool kPools = Pool::kArea > 1;
   using Sums = float[kWarpSixteens][kTiles][4];
 
   // A row of a slab, of weights or of an image, has so many units of 16 bytes; of a slab a thread copies
@@ -80,7 +87,7 @@ struct StreamSm80 : Conv {
   static constexpr int most_blocks() {
     constexpr int kLeast =
         kStagingBytes > kFewStages * kStageBytes ? kStagingBytes : kFewStages * kStageBytes;
-    int blocks = (kPools ? 256 : 512) / kThreads;  // of threads with 255 or 128 registers
+    int blocks = (kPools || kWarpSixteens > 2 ? 256 : 512) / kThreads;  // with 255 or 128 registers a thread
     while (blocks > 1 && room(blocks) < kLeast) blocks--;
     return blocks;
   }
@@ -124,8 +131,8 @@ struct StreamSm80 : Conv {
     return first + element * taps + tap;
   }
 
-  // Of the positions that a thread copies for: the first pixel's units, its own among them, and a bit for
-  // each place that lies inside of x.
+  // Of the positions that a thread copies for: where in x the unit lies that it copies of the first group of
+  // the first pixel, and a bit for each place that is inside.
   struct Own {
     int first[kOwn];
     mask_t inside[kOwn];
@@ -217,8 +224,8 @@ struct StreamSm80 : Conv {
     commit_copies();
   }
 
-  // Where a lane's row of a slab has the unit that lies so many behind the one at `address`, or, of weights
-  // beside 8 and 8, so many rows' units.
+  // The address of the unit that lies so many behind the one at `address` in its row, as rows are swizzled;
+  // or in another row, a multiple of 8 rows on.
   static __device__ __forceinline__ uint32_t moved(uint32_t address, int units) {
     return units < kUnits ? address ^ uint32_t(units * 16) : address + units * 16;
   }
@@ -289,6 +296,7 @@ struct StreamSm80 : Conv {
     }
   };
 
+  // sums += the products of a step, which lies in a stage.
   static __device__ __forceinline__ void multiply_step(Sums& sums, const Operand& operand, int stage,
                                                        int step) {
 #pragma unroll
@@ -301,7 +309,7 @@ struct StreamSm80 : Conv {
     }
   }
 
-  // take(results' patch, m) of each sixteen of the warp's channels that exists.
+  // take(patch, m) for each sixteen m of the warp's channels that exists.
   template <class Take>
   static __device__ __forceinline__ void each_sixteen(const Arguments& args, const Tile& tile,
                                                       const Warp& warp, const Take& take) {
@@ -347,7 +355,17 @@ struct StreamSm80 : Conv {
       multiply(0, to);
       __syncthreads();  // everyone is done with the operands, whose place staging takes
       each_sixteen(args, tile, warp, [&](const store::Patch& patch, int m) {
-        store_tile(args, sums[m], staging, patch, tile.share);
+        if constexpr (More::kExists) {
+          float results[kTiles][4] = {};
+          apply_tail(args, args.more.tail, sums[m], results, patch);
+          args.more.out.store(staging, results, patch, store::Flat{args.sample()}, kChannelsOut);
+        }
+        apply_tail(args, args.tail, sums[m], sums[m], patch);
+        if constexpr (kShares > 1) {
+          Out out = args.out;
+          out.y += tile.share * (int64_t(args.positions()) * kChannelsOut);
+          out.store(staging, sums[m], patch, store::Flat{args.sample()}, kChannelsOut);
+        } else args.out.store(staging, sums[m], patch, store::Flat{args.sample()}, kChannelsOut);
       });
     } else {
       static_assert(kShares == 1, "windows of v, not of its terms");

@@ -248,7 +248,17 @@ struct StreamSm90 : Conv {
       if constexpr (!kPools) {
         multiply_tile(sums, tile, barriers, next, weights, image, consumer == 0);
         if (patch.channel >= kChannelsOut) continue;
-        store_tile(args, sums, staging, patch, tile.share);
+        if constexpr (More::kExists) {
+          float results[kTiles][4] = {};
+          apply_tail(args, args.more.tail, sums, results, patch);
+          args.more.out.store(staging, results, patch, store::Flat{args.sample()}, kChannelsOut);
+        }
+        apply_tail(args, args.tail, sums, sums, patch);
+        if constexpr (kShares > 1) {
+          Out out = args.out;
+          out.y += tile.share * (int64_t(args.positions()) * kChannelsOut);
+          out.store(staging, sums, patch, store::Flat{args.sample()}, kChannelsOut);
+        } else args.out.store(staging, sums, patch, store::Flat{args.sample()}, kChannelsOut);
       } else {
         static_assert(kShares == 1, "windows of v, not of its terms");
         float results[kTiles][4] = {};

@@ -47,7 +47,6 @@ constexpr int kMostReduced = kStreamsBySm90 ? 128 : 64;
 // What a mainloop works on; `image`, a parameter of its own, is x. `more` takes v before `out`.
 template <class Conv, class Tail, class Out, class More> struct StreamArguments {
   using Convolution = Conv;
-  static constexpr bool kHasMore = More::kExists;
   Out out;
   More more;
   const uint4* packed_weight;
@@ -106,28 +105,13 @@ __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail&
   }
 }
 
-// Tails of a warp's sums to `more`, if there is that, and to `out`, of which each share of K has its own.
-// The sums become results.
-template <class Arguments, int kTiles>
-__device__ __forceinline__ void store_tile(const Arguments& args, float (&sums)[kTiles][4], uint8_t* staging,
-                                           const store::Patch& patch, int share) {
-  using Conv = typename Arguments::Convolution;
-  const auto finish = [&](const auto& tail, float (&results)[kTiles][4]) {
-    finish_tile(args, tail, sums, results, patch, [&](float v, const auto& channel, float, int64_t at) {
-      return tail_of(tail, v, channel, at);
-    });
-  };
-  if constexpr (Arguments::kHasMore) {
-    float results[kTiles][4] = {};
-    finish(args.more.tail, results);
-    args.more.out.store(staging, results, patch, store::Flat{args.sample()}, Conv::kChannelsOut);
-  }
-  finish(args.tail, sums);
-  if constexpr (Conv::kShares > 1) {
-    auto out = args.out;
-    out.y += share * (int64_t(args.positions()) * Conv::kChannelsOut);
-    out.store(staging, sums, patch, store::Flat{args.sample()}, Conv::kChannelsOut);
-  } else args.out.store(staging, sums, patch, store::Flat{args.sample()}, Conv::kChannelsOut);
+// results = tail(v), of all sums; results may be the sums.
+template <class Arguments, class OfTail, int kTiles>
+__device__ __forceinline__ void apply_tail(const Arguments& args, const OfTail& tail,
+                                           const float (&sums)[kTiles][4], float (&results)[kTiles][4],
+                                           const store::Patch& patch) {
+  finish_tile(args, tail, sums, results, patch,
+              [&](float v, const auto& channel, float, int64_t at) { return tail_of(tail, v, channel, at); });
 }
 
 // results = what a tail makes of windows, once their last element's sums are in.

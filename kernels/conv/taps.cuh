@@ -1,8 +1,8 @@
-// A 2-D or 3-D convolution of few channels out, with padding, stride and dilation, on compute capability 9.0:
-// each tap has channels of its own, so that x meets all weights at once, as it would those of a filter of one
-// place (conv/stream.cuh), which reads it once; then an element of v is the sum of its taps' products with
-// the pixels that they meet (conv/terms.cuh). Tensor cores compute 64 channels in any case: 3 of 9 taps as
-// soon as 3.
+// A 2-D or 3-D convolution of few channels out, with padding, stride and dilation, from compute
+// capability 8.0 on: each tap has channels of its own, so that x meets all weights at once, as it would those
+// of a filter of one place (conv/stream.cuh), which reads it once; then an element of v is the sum of its
+// taps' products with the pixels that they meet (conv/terms.cuh). Tensor cores compute 64 channels in any
+// case: 3 of 9 taps as soon as 3.
 //
 // Bytes at (1, 128, 512, 512), 3×3, 3 channels out, bfloat16: 67 MB read; 28 MB of products written and read
 // again, mostly from the L2 cache; 2 MB written: 0.02 ms. Bound: 4.3 GFLOP, of 64 channels, 0.005 ms.
