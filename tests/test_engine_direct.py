@@ -584,7 +584,9 @@ def test_what_stream_leaves(device, monkeypatch):
         size = (7, 8, 9)[5 - len(filters) :]
         assert says in refused(model, torch.randn(2, filters[1], *size, dtype=dtype))
     device(800)
-    assert "9.0" in refused(random_model((40, 24, 3, 3), TAILS["relu, bias"]), torch.randn(2, 24, 8, 9))
+    assert "meet 66 places" in refused(
+        random_model((24, 3, 33, 33), TAILS["relu, bias"]), torch.randn(2, 3, 40, 40)
+    )
 
 
 def test_a_number_is_the_call_s(device):
@@ -853,7 +855,43 @@ def test_on_a_cpu():
 def test_sizes_that_no_mainloop_takes(filters, size, says, device, monkeypatch):
     device()
     monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", ["columns", 1000, "epilogue", "fused"])
+    monkeypatch.setattr(choice, "stream_loses", lambda *_: "slower")
     assert says in refused(random_model(filters, TAILS["relu, bias"]), torch.randn(2, filters[1], *size))
+
+
+@pytest.mark.parametrize(
+    "filters, name, settings, size, dtype",
+    [
+        ((40, 24, 3, 3), "relu, bias", {"padding": 1, "stride": 2}, (9, 11), torch.float32),
+        ((136, 40, 3, 1), "leaky, gelu", {"dilation": 2}, (9, 11), torch.float16),
+        ((24, 8, 3, 2, 3), "a channel's own", {"padding": 1}, (5, 6, 7), torch.float32),
+        ((3, 72, 3, 3), "relu, bias", {"padding": 1}, (9, 11), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_stream_from_capability_8(filters, name, settings, size, dtype, device):
+    """By mma.sync."""
+    device(800)
+    model = random_model(filters, TAILS[name], **settings).to(dtype)
+    x = numerics.random_input((3, filters[1], *size), dtype=dtype)
+    case = Case(*given(model, x), False, dtype)
+    (request,) = direct.requests(case)
+    assert request["defines"]["CAPABILITY"] == 80 and request["defines"].get("FOLDED") != choice.VIEWS
+    assert direct.describe(case).startswith("taps" if filters[0] == 3 else "stream")
+    assert_rule(model, x)
+
+
+def test_times_by_mma_sync():
+    """Half of an H200's tensor cores take no longer than they are said to; a quarter, twice as long."""
+    filters, how = (256, 256, 3, 3), choice.Streamed(shared=True)
+    times = [
+        choice.stream_tile(filters, 1 << 17, 2, H200._replace(capability=capability), how).microseconds
+        for capability in ((9, 0), (8, 0), (8, 6))
+    ]
+    start = choice.GATHERED_TILES[0]
+    assert times[0] < times[1] and 1.9 * (times[1] - start) < times[2] - start < 2 * (times[1] - start)
+    few = choice.stream_tile(filters, 1 << 9, 2, H200._replace(capability=(8, 0)), how)
+    assert few.shares > 1
 
 
 def test_a_filter_that_fits_only_in_much_shared_memory(device, monkeypatch):

@@ -90,6 +90,10 @@ STREAM_TILES = {
 STREAM_ROW = 0.003
 # In how many shares a tile's products may be, of so many steps at least, and what adds them (kernels/conv/terms.cuh).
 STREAM_SHARES, LEAST_SHARE, SUMMING_START = (1, 2, 3, 4, 6, 8), 4, 1
+# By mma.sync: µs of all, of any tile, of each of its steps, of 32 operands, 128 channels and positions; of an H200 (trials/gathered.json), whose wgmma is
+# twice as fast. Tensor cores of 8.0 are as fast as half of its own, those of later GPUs half of that (NVIDIA's tables).
+GATHERED_TILES, GATHERED_BLOCKS = (4.0, 1.5, 0.2), 2
+TENSOR_CORES = {(9, 0): 1.0, (8, 0): 0.5}
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
 # By views of patches (kernels/conv/stream_views.cuh), in microseconds: of all launches beside what packs, and how much longer a tile takes where operands
@@ -241,6 +245,8 @@ def stream_tile(filters: Sequence[int], positions: int, itemsize: int, device, h
     """positions: of all of v. device: a tiling.Device."""
     if how.folded == VIEWS:
         return StreamTile(VIEWS_POSITIONS, 1, how.views)
+    if device.capability != (9, 0):
+        return _gathered_tile(filters, positions, device, how)
     outputs, channels, *kernel = filters
     block = 128 if outputs > 64 else 64
     row, copies = _pixel(channels, how.split) * how.folded, math.prod(kernel) // how.folded
@@ -265,6 +271,33 @@ def stream_tile(filters: Sequence[int], positions: int, itemsize: int, device, h
                 time += SUMMING_START + 4 * shares * results / (PASS_BYTES * device.scale.memory)
             found.append(StreamTile(columns, shares, time))
     return min(found, key=lambda each: each.microseconds)
+
+
+def _gathered_tile(filters: Sequence[int], positions: int, device, how: Streamed) -> StreamTile:
+    """Of kernels/conv/stream_sm80.cuh: GATHERED_BLOCKS tiles of a multiprocessor at a time."""
+    outputs, channels, *kernel = filters
+    block, row = 128 if outputs > 64 else 64, _pixel(channels, how.split) * how.folded
+    group = 32 if row > 16 else 16
+    steps = -(-(-(-row // group) * math.prod(kernel) // how.folded) // (32 // group))
+    start, tile, step = GATHERED_TILES
+    step *= block / 128 * 0.5 / min(_tensor_cores(device), 0.5) * (1.5 if how.split else 1)
+    found = []
+    for shares in STREAM_SHARES if how.shared else (1,):
+        if shares * LEAST_SHARE > steps and shares > 1:
+            continue
+        tiles = -(-outputs // block) * -(-positions // 128) * shares
+        turns = -(-tiles // (GATHERED_BLOCKS * device.multiprocessors))
+        time = start + turns * GATHERED_BLOCKS * (tile + -(-steps // shares) * step) / device.scale.clock
+        if shares > 1:
+            moved = 4 * shares * positions * outputs
+            time += SUMMING_START + moved / (PASS_BYTES * device.scale.memory)
+        found.append(StreamTile(64, shares, time))
+    return min(found, key=lambda each: each.microseconds)
+
+
+def _tensor_cores(device) -> float:
+    """Products a cycle of a multiprocessor's, as a part of an H200's."""
+    return TENSOR_CORES.get(device.capability, 0.25)
 
 
 def stream_microseconds(
@@ -340,6 +373,7 @@ def _librarys_products(image, filters, positions: int, itemsize: int, device, ho
         turns = -(-tiles // device.multiprocessors)
         return turns * LIBRARY_TILE**2 * sums / (LIBRARY_UNALIGNED * device.scale.clock)
     rate = _librarys_rate(image, filters, itemsize, how) * device.scale.compute
+    rate *= 1 if how.split else _tensor_cores(device)
     products = positions * outputs * sums / rate
     if len(kernel) == 3 or itemsize == 2 or how.split or 2 * tiles > device.multiprocessors:
         return products

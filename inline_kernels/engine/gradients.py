@@ -219,6 +219,8 @@ def stream_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
         return "the convolution has groups, a stride or no zeros around its image"
     if reason := tiling.stream_obstacle(x, x.dtype):
         return reason
+    if tiling.capability(x) != (9, 0):
+        return "it needs a GPU of compute capability 9.0"
     turned = _Turned.of(segment, x, weight)
     if min(*turned.walk.before, *turned.walk.behind) < 0:
         return "the image has more around it than the filter"

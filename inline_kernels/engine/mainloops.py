@@ -22,6 +22,7 @@ from .passes import Unsupported
 # reduce (`pinned_sums`); those that only reduce.
 _RUNS_SHARED, _STORES_SHARED, _REDUCES_SHARED = 34 << 10, 42 << 10, 14 << 10
 MOST_TAPS = 128  # channels of a block
+MOST_PLACES = 64  # a bit for each (kernels/conv/stream_sm80.cuh)
 STAYS_LAST = "its result stays channels last for the next convolution"
 SLOWER_INSIDE = "v, and a pass over it, take less time than such a tail"
 
@@ -334,6 +335,8 @@ def _by_stream(job: Job, how: choice.Streamed) -> tuple[float, float]:
     x, device, single = job.x, tiling.device_properties(job.x.device.index), (1,) * len(job.walk.stride)
     sizes = job.weight.shape, job.positions, x.element_size(), device
     alone, inside, of_v = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1]), math.inf, math.inf
+    if device.capability != (9, 0):  # by mma.sync it isn't known to be faster than others
+        return inside, of_v
     if copies_obstacle(job.walk, job.weight.shape[2:], single) is None:
         if job.front and len(job.dtypes) <= 2 and _stream_obstacle(job) is None:
             inside = choice.stream_microseconds(x.shape, *sizes, how)
@@ -379,7 +382,8 @@ def _wide_obstacle(job: Job) -> str | None:
     few = weight.shape[1] <= choice.FEW_CHANNELS and not _limits(job)
     if few and not choice.is_silent() and _rows_fit(job) is None:
         return "there are few channels in"
-    if job.front and weight.shape[1] > 64 and (weight.shape[1] > 128 or not stream_splits(job)):
+    by_wgmma = tiling.capability(x) == (9, 0)
+    if by_wgmma and job.front and weight.shape[1] > 64 and (weight.shape[1] > 128 or not stream_splits(job)):
         alone = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1])
         if _stream_obstacle(job if len(job.dtypes) == 1 else alone) is None:
             return "stream is faster from 64 channels in on, from 128 in float32"
@@ -432,6 +436,10 @@ def _stream_obstacle(job: Job) -> str | None:
         return "where backward follows, the library convolves images"
     if reason := tiling.stream_obstacle(x, x.dtype):
         return reason
+    window = job.front.window if job.front and job.front.pooled else (1,) * (x.dim() - 2)
+    places = sum(a * b for a, b in zip(window, weight.shape[2:]))
+    if tiling.capability(x) != (9, 0) and places > MOST_PLACES:
+        return f"filters and windows meet {places} places along axes, of at most {MOST_PLACES}"
     if len(job.dtypes) > 1:
         return "x lies channels last" if last else None
     if choice.is_silent():

@@ -10,7 +10,7 @@ all that it relies on. What only a launch depends on, its launcher plans.
   (kernels/conv/narrow2d_tile.cuh, kernels/grad/selected/units.cuh).
 - wide: a 2-D convolution with many channels, as a product of the weights with shifted rows of x. Here are the rules of where it runs
   alone: its tiles, scratch and launches are planned beside the kernels (kernels/conv/wide.cuh).
-- stream: any convolution, on capability 9.0. Here is what its views of patches have room for (kernels/conv/stream_views.cuh).
+- stream: any convolution. Here is what its views of patches have room for, on capability 9.0 (kernels/conv/stream_views.cuh).
 
 An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes that may be symbolic, so
 it asks for as few of them as it can. A plan exists wherever there is no obstacle; it is made of ints, and kept.
@@ -433,7 +433,6 @@ STREAM_LEAD = 0  # steps that a block's first consumer is ahead of its second on
 def stream_obstacle(x: Tensor, dtype: torch.dtype):
     """Of a convolution by kernels/conv/stream.cuh."""
     yield from _fused_obstacles(x, dtype)
-    yield capability(x) != (9, 0), "it needs a GPU of compute capability 9.0"
 
 
 class Views(NamedTuple):
@@ -482,7 +481,8 @@ def streamed(
 ) -> choice.Streamed:
     """`how`, with the rows or views that it multiplies. positions: of all results; stores: are they only stored?"""
     how = how._replace(folded=choice.stream_folded(filters, walk.dilation[-1], how.packs, how.split))
-    planned = views(image, filters, walk, how.split, device) if how.packs or stores else None
+    viewed = device.capability == (9, 0) and (how.packs or stores)
+    planned = views(image, filters, walk, how.split, device) if viewed else None
     if planned is None:
         return how
     by_views = choice.stream_views(planned, filters[0], image[0], itemsize, how.split, device)
@@ -500,6 +500,8 @@ def stream_defines(x: Tensor, filters: Sequence[int], positions: int, how: choic
     """positions: of all results."""
     device = device_properties(x.device.index)
     tile = choice.stream_tile(filters, positions, x.element_size(), device, how)
-    known = {"COLUMNS": tile.columns, "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD, "SPLIT": int(how.split)}
+    known = {"CAPABILITY": 90 if device.capability == (9, 0) else 80}
+    known |= {"COLUMNS": tile.columns, "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD}
+    known |= {"SPLIT": int(how.split)}
     known |= {"SHARES": tile.shares, "FOLDED": how.folded, "SHARED_LIMIT": device.shared}
     return spatial_defines(filters) | known

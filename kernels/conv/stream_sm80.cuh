@@ -396,6 +396,7 @@ __global__ void __launch_bounds__(Loop::kThreads, Loop::kBlocks)
     convolve_gathered_kernel(const __grid_constant__ typename Loop::Image image,
                              const __grid_constant__ typename Loop::Arguments args) {
 #if __CUDA_ARCH__ >= 800
+  await_previous_kernel();
   Loop::run(args, image);
 #endif
 }
@@ -404,8 +405,8 @@ template <class Loop>
 void convolve_gathered(const typename Loop::Image& image, const typename Loop::Arguments& args,
                        cudaStream_t stream) {
   allow_shared<convolve_gathered_kernel<Loop>>();
-  convolve_gathered_kernel<Loop>
-      <<<Loop::units(args), Loop::kThreads, Loop::kSharedBytes, stream>>>(image, args);
+  launch_early_with(convolve_gathered_kernel<Loop>, Loop::units(args), Loop::kThreads, Loop::kSharedBytes,
+                    stream, image, args);
 }
 
 }  // namespace conv
