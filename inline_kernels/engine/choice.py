@@ -92,7 +92,7 @@ STREAM_ROW = 0.003
 STREAM_SHARES, LEAST_SHARE, SUMMING_START = (1, 2, 3, 4, 6, 8), 4, 1
 # By mma.sync: µs of all, of any tile, of each of its steps, of 32 operands, 128 channels and positions; of an H200 (trials/gathered.json), whose wgmma is
 # twice as fast. Tensor cores of 8.0 are as fast as half of its own, those of later GPUs half of that (NVIDIA's tables).
-GATHERED_TILES, GATHERED_BLOCKS = (4.0, 1.5, 0.2), 2
+GATHERED_TILES, GATHERED_BLOCKS = (4.0, 6.9, 0.26), 2
 TENSOR_CORES = {(9, 0): 1.0, (8, 0): 0.5}
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
@@ -159,8 +159,9 @@ PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, 
 LIBRARY_WEIGHT_OPERATIONS = {2: 700e6, 4: 143e6}
 # Where TF32 isn't run; and of volumes, for each channel in and at most, then and else. From steps of benchmarks/results/sizes/2026-11-27-h100-last.json
 # and of 43 and 47, less what else they do: 48e6; of volumes 2e6 to 6e6 with 32 channels, else 80e6 with 32, 145e6 with 64, 200e6 with 256.
+# Of images' filters with more than nine taps about 9e6 (5 x 5, 48 to 128 channels, in 2026-11-30-h200-drawn-early.json: most of a step of 3.2 ms).
 # Of 16 bits twice that, and as much as of images: with 64 channels alone it was measured.
-LIBRARY_WEIGHT_FLOAT32 = 60e6
+LIBRARY_WEIGHT_FLOAT32 = {False: 60e6, True: 9e6}
 LIBRARY_VOLUMES_WEIGHT = {(4, True): (0.3e6, 41e6), (4, False): (2.5e6, 200e6), (2, False): (5e6, 700e6)}
 WEIGHT_OPERATIONS = {True: 560e6, False: 300e6}
 LIBRARY_INPUT_OPERATIONS = {2: 700e6, 4: 223e6}
@@ -280,6 +281,7 @@ def _gathered_tile(filters: Sequence[int], positions: int, device, how: Streamed
     group = 32 if row > 16 else 16
     steps = -(-(-(-row // group) * math.prod(kernel) // how.folded) // (32 // group))
     start, tile, step = GATHERED_TILES
+    tile *= block / 128
     step *= block / 128 * 0.5 / min(_tensor_cores(device), 0.5) * (1.5 if how.split else 1)
     found = []
     for shares in STREAM_SHARES if how.shared else (1,):
@@ -583,7 +585,7 @@ def _librarys_weight_gradient(image, filters, size, itemsize: int, how: Differen
     dz, rate = image[0] * math.prod(size) * outputs, LIBRARY_WEIGHT_OPERATIONS[itemsize]
     turned = 2 * itemsize * x * how.rounds if how.last else 2 * itemsize * x + itemsize * dz
     if how.split:
-        rate, turned = LIBRARY_WEIGHT_FLOAT32, 0
+        rate, turned = LIBRARY_WEIGHT_FLOAT32[math.prod(kernel) > 9], 0
     if len(kernel) == 3:
         each, most = LIBRARY_VOLUMES_WEIGHT[itemsize, how.split]
         rate, turned = min(each * channels, most), 0
