@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import re
 import shutil
 import subprocess
@@ -199,6 +200,7 @@ def by_our_own(gpu, on_the_cpu, monkeypatch):  # noqa: F811
             gpu()
             monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
             monkeypatch.setattr(choice, "narrow_loses", lambda *_: None)
+            monkeypatch.setattr(choice, "WIDE_LIBRARY", math.inf)
             monkeypatch.setattr(choice, "inside_loses", lambda start, *_: behind and start == choice.SECOND)
             model, x = Model(*given), torch.empty(shape, device="meta")
             own = export.generated(model, x, "cuda", by_our_own=True)._replace(place=export.KERNELS)
@@ -261,6 +263,9 @@ def test_no_convolution_is_more_exact_than_eagers(tf32, gpu, monkeypatch):  # no
     }
     if tf32:
         assert "conv::pointwise<Build>" in found.source and found.defines["SPLIT"] == 0
+    last = x.contiguous(memory_format=torch.channels_last)  # which a cell lays out in planes
+    found = export.generated(Activated(12, 24, 0.5), last, "cuda", by_our_own=True)
+    assert not found.defines.get("LAST") and not found.defines.get("RESULTS_LAST")
 
 
 def test_nothing_is_dropped_in_evaluation_by_our_own(by_our_own):

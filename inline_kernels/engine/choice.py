@@ -191,11 +191,10 @@ WIDE_TAIL, SECOND, INSTRUCTION = 0.3, 0.45, 0.042
 
 class Streamed(NamedTuple):
     """How kernels/conv/stream.cuh convolves. packs: is x packed first? split: are operands two float16? folded: taps of which a row of
-    operands has the pixels, or 0: they are views; views: the microseconds of those, of a result that is stored, if they
-    could be; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are pooled to
-    one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved; beside_wide: could kernels/conv/wide.cuh
-    write v? last: does x lie channels last? dilation: the filter's. inside: would the library run the tail inside its convolution? shared: may a tile's products be shares, which are
-    added behind?"""
+    operands has the pixels, or 0: they are views; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are
+    pooled to one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved; beside_wide: could
+    kernels/conv/wide.cuh write v? dilation: the filter's; views: the microseconds of those, of a result that is stored, if they could be; last: does x
+    lie channels last? inside: would the library run the tail inside its convolution? shared: may a tile's products be shares, which are added behind?"""
 
     packs: bool = True
     split: bool = False
@@ -373,7 +372,8 @@ def _librarys_products(image, filters, positions: int, itemsize: int, device, ho
     tiles = -(-positions // LIBRARY_TILE) * -(-outputs // LIBRARY_TILE)
     if len(kernel) == 2 and itemsize == 4 and not how.split and (outputs % 4 or channels % 4):
         turns = -(-tiles // device.multiprocessors)
-        return turns * LIBRARY_TILE**2 * sums / (LIBRARY_UNALIGNED * device.scale.clock)
+        rate = LIBRARY_UNALIGNED * device.scale.clock * _tensor_cores(device)
+        return turns * LIBRARY_TILE**2 * sums / rate
     rate = _librarys_rate(image, filters, itemsize, how) * device.scale.compute
     rate *= 1 if how.split else _tensor_cores(device)
     products = positions * outputs * sums / rate
@@ -416,14 +416,20 @@ def stream_loses(
 
 
 def taps_lose(
-    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
+    image: Sequence[int],
+    filters: Sequence[int],
+    positions: int,
+    itemsize: int,
+    device,
+    how: Streamed,
+    beside_library: bool = True,
 ) -> str | None:
-    """Why not taps; or None."""
+    """Why not taps; or None. beside_library: may the library win?"""
     sizes = image, filters, positions, itemsize, device, how
     ours = taps_microseconds(*sizes)
     if stream_microseconds(*sizes) <= ours:
         return "stream is faster at such sizes"
-    return library_wins(ours, *sizes)
+    return library_wins(ours, *sizes) if beside_library else None
 
 
 def library_wins(

@@ -6,12 +6,12 @@ It has schedule.py's functions and signatures, and runs a segment where
   vary along positions is computed once a channel (`Tail::channel`); the rest, a line an operation, once an element (`Tail::operator()`);
 - or windows of such a tail are pooled, and what is pointwise in those follows (`Tail::before`, `Tail::after`). Only that is written; what
   else the segment computes from it, the schedule `load` does in passes over windows;
-- the convolution has one group, and one of the `MAINLOOPS` can run it: with a stride or dilation `stream` alone, with zeros around x those of few channels in, too.
+- the convolution has one group, and one of the `MAINLOOPS` can run it: with a stride or dilation `stream` and `taps` alone, with zeros around x those of few channels in, too.
 
 Where backward follows, what it needs of v is stored beside y, in the same launch (float32; in 16 bits it may need y alone); backward is `load`'s, which starts from that. A tail that
 takes longer so than in a pass behind v (choice.inside_loses) is left to the schedule `stored`.
 
-For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` and `stream` one,
+For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide`, `stream` and `taps` one,
 where eager runs TF32. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
 by sample, by plain sums and the same tail; where there is none it ends at once (kernels/conv/exact.cuh).
 """
@@ -462,8 +462,9 @@ def _chosen(case: Case) -> Written:
             takes_last = mainloop.takes_last(case.x)
             if mainloop.walks and len(segment.inputs) > 1 and (takes_last or case.stays_last):
                 raise Unsupported("x or y lies channels last, other inputs may not")
-            if (case.stays_last and not takes_last or mainloop.lies_last) and written.rest:
-                raise Unsupported(mainloops.STAYS_LAST)
+            lies_last = mainloop.lies_last or case.last and (takes_last or case.stays_last)
+            if lies_last and written.rest:
+                raise Unsupported("its result lies channels last, and passes behind it read planes")
             job = _job(written, case)._replace(inside=by_library)
             if (reason := mainloop.refuses(job)) is None:
                 return written
@@ -558,15 +559,13 @@ def _back(written: Written, case: Case) -> load_plan.Plan | None:
 @dataclass
 class Plan:
     """`rest` computes what is left from the launcher's results, and returns what forward does; `back` has backward. copies: of arguments, by number,
-    in what forward saves behind the launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last:
-    does y lie channels last?"""
+    in what forward saves behind the launcher's results, of `room` doubles: the first of their own, and how many numbers they have."""
 
     launch: Launch
     rest: load_plan.Plan | None
     back: load_plan.Plan | None
     copies: Sequence[tuple[int, int, int]]
     room: int = 0
-    last: bool = False
 
 
 def plan(case: Case, edited: str | None = None) -> Plan:
@@ -596,7 +595,7 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     table += [Entry(name, x.dtype, at, last=at in turned) for name, at in (("x", 0), ("weight", weight_at))]
     bind = functools.partial(kernels.forward.bound, *numbers, trusting=True, new=new_of(table))
     launch = Launch(bind, [*table, *behind], arguments)
-    return Plan(launch, rest, back, *_copies(segment, None if rest else back), table[0].last)
+    return Plan(launch, rest, back, *_copies(segment, None if rest else back))
 
 
 def _set_rest(rest: load_plan.Plan, written: Written, kernels, arguments: Sequence) -> None:
@@ -628,8 +627,6 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     found = plan.launch.run(arguments)
     if plan.rest:
         return plan.rest.launch.run(arguments, *found)
-    if plan.last:
-        return found
     if plan.copies:
         found.append(arguments[0].new_empty(plan.room, dtype=torch.float64))
     for i, first, count in plan.copies:

@@ -22,6 +22,7 @@ from .passes import Unsupported
 # reduce (`pinned_sums`); those that only reduce.
 _RUNS_SHARED, _STORES_SHARED, _REDUCES_SHARED = 34 << 10, 42 << 10, 14 << 10
 MOST_TAPS = 128  # channels of a block
+MOST_TERMS = 1 << 30  # bytes
 MOST_PLACES = 64  # a bit for each (kernels/conv/stream_sm80.cuh)
 STAYS_LAST = "its result stays channels last for the next convolution"
 SLOWER_INSIDE = "v, and a pass over it, take less time than such a tail"
@@ -207,7 +208,7 @@ class Mainloop(NamedTuple):
     """A kernel that convolves, for fronts that it `takes`. obstacle: why it can't run, or is not faster than the schedule `load`, for an x in planes, or
     where it `walks` in any layout; or None. defines: a build's. most: results that it can store. has_places: do its tails know which element of y they compute? walks: does it take a stride,
     padding and dilation (`Walk`)? pads: if not, may there be zeros around x, which is then a copy with them? lies_last: x and results lie channels last, in any type.
-    is_exact: in float32, whatever eager runs."""
+    is_exact: in float32, whatever eager runs. gathers: does the copy engine, or what has its limits, where it walks?"""
 
     name: str
     takes: str
@@ -224,6 +225,7 @@ class Mainloop(NamedTuple):
     sinks: Sinks | None = None
     lies_last: bool = False
     is_exact: bool = False
+    gathers: bool = True
 
     def refuses(self, job: Job) -> str | None:
         """Why it can't run, or is not faster than the schedule `load`; or None. Channels last the library's tensor cores take operands as they lie,
@@ -261,7 +263,7 @@ class Mainloop(NamedTuple):
         window = window or (1,) * self.dimensions
         if None in window:
             raise Unsupported("its windows have a size of their own")
-        if reason := copies_obstacle(walk, weight.shape[2:], window):
+        if self.gathers and (reason := copies_obstacle(walk, weight.shape[2:], window)):
             raise Unsupported(reason)
 
     def padding(self, segment) -> tuple[Sequence[str], Sequence[str]]:
@@ -437,7 +439,7 @@ def _stream_obstacle(job: Job) -> str | None:
     if reason := tiling.stream_obstacle(x, x.dtype):
         return reason
     window = job.front.window if job.front and job.front.pooled else (1,) * (x.dim() - 2)
-    places = sum(a * b for a, b in zip(window, weight.shape[2:]))
+    places = sum(a * b for a, b in zip(window, weight.shape[2:])) + (x.dim() == 4)  # an image has a plane
     if tiling.capability(x) != (9, 0) and places > MOST_PLACES:
         return f"filters and windows meet {places} places along axes, of at most {MOST_PLACES}"
     if len(job.dtypes) > 1:
@@ -447,8 +449,8 @@ def _stream_obstacle(job: Job) -> str | None:
     sizes, device = (x.shape, weight.shape), tiling.device_properties(x.device.index)
     how = _streamed(job, job.window > 1)
     reason = choice.stream_loses(*sizes, job.positions, x.element_size(), device, how)
-    spread = how.folded == choice.VIEWS and weight.shape[0] <= choice.VIEWS_SPREAD  # over half of the lanes
-    if reason is None and spread and x.element_size() == 2:
+    few = how.folded == choice.VIEWS and weight.shape[0] <= choice.VIEWS_SPREAD  # for half of the lanes
+    if reason is None and few and x.element_size() == 2:
         return SLOWER_INSIDE if choice.inside_loses(0, 2 * job.instructions, 4, device.scale) else None
     return reason
 
@@ -516,10 +518,11 @@ def _taps_obstacle(job: Job) -> str | None:
         return "backward follows"
     if reason := tiling.stream_obstacle(x, x.dtype):
         return reason
-    if choice.is_silent():
-        return None
+    if 4 * filters[0] * taps * math.prod(x.shape) // x.shape[1] > MOST_TERMS:
+        return "its products take more memory than 1 GB"
     device, how = tiling.device_properties(x.device.index), _streamed(job, False)
-    return choice.taps_lose(x.shape, filters, job.positions, x.element_size(), device, how)
+    sizes = x.shape, filters, job.positions, x.element_size(), device, how
+    return choice.taps_lose(*sizes, beside_library=not choice.is_silent())
 
 
 def _taps_defines(job: Job) -> dict:
@@ -611,6 +614,7 @@ def _taps_of(dimensions: int) -> Mainloop:
         obstacle=_taps_obstacle,
         defines=_taps_defines,
         walks=True,
+        gathers=False,
     )
 
 

@@ -481,14 +481,13 @@ def streamed(
 ) -> choice.Streamed:
     """`how`, with the rows or views that it multiplies. positions: of all results; stores: are they only stored?"""
     how = how._replace(folded=choice.stream_folded(filters, walk.dilation[-1], how.packs, how.split))
-    viewed = device.capability == (9, 0) and (how.packs or stores)
-    planned = views(image, filters, walk, how.split, device) if viewed else None
+    may_view = device.capability == (9, 0) and (how.packs or stores)
+    planned = views(image, filters, walk, how.split, device) if may_view else None
     if planned is None:
         return how
     by_views = choice.stream_views(planned, filters[0], image[0], itemsize, how.split, device)
-    viewed = how._replace(
-        views=by_views, folded=choice.VIEWS, packs=True, shared=False
-    )  # of x that is packed
+    # Of x that is packed, wherever it lies.
+    viewed = how._replace(views=by_views, folded=choice.VIEWS, packs=True, shared=False)
     times = [
         choice.stream_microseconds(image, filters, positions, itemsize, device, each)
         for each in (how, viewed)

@@ -245,6 +245,7 @@ def _of_our_own(model: nn.Module, segment: Segment, x: torch.Tensor, plan: load_
 
 def _faster(fast: nn.Module, segment: Segment, x: torch.Tensor, plan: load_plan.Plan) -> dict[str, dict]:
     """The same before what can't be in a cell is left out."""
+    x = x.contiguous()  # as a cell makes it
     found, shape, weight = {}, x.shape, fast.get_parameter(segment.parameters[0])
     with torch.no_grad():
         (decision,) = structure_of(fast, (x,), {}).decisions(fast, (x,), {})

@@ -90,7 +90,7 @@ auto each_stored(const Values& v, T* y, const Tail& tail) {
 }
 
 // What a tail makes of windows of those: y (N, kOut, …), or, kLast, channels last.
-template <class Values, class Pool, class T, class Tail, bool kLast> struct WalkedWindows {
+template <class Values, class Pool, class T, class Tail, bool kLast, bool kRounds> struct WalkedWindows {
   Values v;
   T* y;
   Tail tail;
@@ -113,7 +113,8 @@ template <class Values, class Pool, class T, class Tail, bool kLast> struct Walk
              at % PW * Pool::kWidth + element % Pool::kWidth);
       pooled = element == 0 ? value : Pool::Reduction::merge(pooled, value);
     }
-    y[n * results() + i] = T(tail.after(pooled, channel));
+    const float value = tail.after(pooled, channel);
+    y[n * results() + i] = T(kRounds ? nearest_tf32(value) : value);
   }
 };
 
@@ -302,8 +303,8 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
     const Values v(x, weight, walk);
     if constexpr (Pool::kArea > 1) {
       const int windows[] = {v.OD / Pool::kDepth, v.OH / Pool::kHeight, v.OW / Pool::kWidth};
-      const WalkedWindows<Values, Pool, T, Tail, kResultsLast> each{v,          y.to.data,  y.tail,
-                                                                    windows[0], windows[1], windows[2]};
+      const WalkedWindows<Values, Pool, T, Tail, kResultsLast, kRounds> each{
+          v, y.to.data, y.tail, windows[0], windows[1], windows[2]};
       exact(doubts, x.size(0), each, stream);
     } else {
       const auto each = all_of(each_stored<T, kResultsLast, kRounds>(v, y.to.data, y.tail),

@@ -1,9 +1,9 @@
 // What the mainloop of conv/stream.cuh multiplies: sizes, and the packing of x and weights as the copy engine
 // and tensor cores want them.
 //
-//   x        (N, (D,) H, W, kPixel) of operands: C padded to a multiple of 8; where it is that already, it is
-//            not packed. Split, 16 channels' high parts and then their low ones, or 8 and 8 where that is
-//            all. Folded, rows have their padding
+//   x        (N, (D,) H, W, kPixel) of operands: C padded to a multiple of 8; where x of 16 bits lies so
+//            already, it is not packed. Split, 16 channels' high parts and then their low ones, or 8 and 8
+//            where that is all. Folded, rows have their padding
 //   weights  [channel block][group of kGroup operands of a row][copy], kBlockChannels rows of kGroup values,
 //            swizzled (core/tensor_map.cuh): as a row's; beside 8 and 8, [high, high], and then as many rows
 //            of [low, 0]

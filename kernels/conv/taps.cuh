@@ -54,6 +54,7 @@ void by_taps(const In<typename Operands::value_t>& x, const In<typename Operands
   const Values v(x, weight, walk);
   const int64_t N = x.size(0), pixels = int64_t(v.extents[0]) * v.extents[1] * v.extents[2];
   expect(v.positions() > 0, "an image that the filter fits into");
+  if (N == 0) return;
   const Scratch<uint32_t> largest(Scales<Operands>::kOfSample * N, stream);
   const Scratch<float> terms(N * Filter::kOut * Filter::kTaps * pixels, stream);
   const auto sum = [&] {

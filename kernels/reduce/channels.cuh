@@ -218,8 +218,8 @@ template <class Reduction, class T, class After>
 void merge_channels(T* y, const typename Reduction::Partial* partial, const After& after, int64_t N,
                     int blocks, int64_t positions, cudaStream_t stream) {
   const int64_t count = N * positions;
-  const auto kernel = merge_channels_kernel<T, Reduction, After>;
-  launch_early(kernel, blocks_for(count, 256), 256, stream, y, partial, after, blocks, positions, count);
+  launch_early(merge_channels_kernel<T, Reduction, After>, blocks_for(count, 256), 256, stream, y, partial,
+               after, blocks, positions, count);
 }
 
 }  // namespace reduce
