@@ -15,8 +15,8 @@ A row of the record: the layer's columns, `times` (by contestant, of each round;
 peer's median over ours), `intensity` (FLOP a byte, with v never written), `ok`; `failed`: what was raised instead.
 
 With --alone a row has its convolution only, forward: ours with its bias, of an x in the row's layout and with all that packs it, wherever it can
-run, whatever rules expect; and the library's without a bias, of an x that lies channels last already. `times` are the least of 25 calls by
-turns; where ours can't run, `factor` is 0.
+run, whatever rules expect; and the library's without a bias, of an x that lies channels last already. `times` are the least of up to 25 calls of
+each; where ours can't run, `factor` is 0, and counts in what is printed last.
 """
 
 from __future__ import annotations
@@ -232,6 +232,7 @@ def measure(row: dict, peers: list[str], device: str, seconds: float) -> dict:
 
 
 def alone(row: dict, device: str) -> dict:
+    """Ours is the candidate `direct` of a plan that is timed."""
     torch.backends.cudnn.allow_tf32 = row["dtype"] != "float32"
     row = row | {"tail": "none", "phase": "forward"}
     model, x = build(row, device)

@@ -90,8 +90,8 @@ STREAM_TILES = {
 STREAM_ROW = 0.003
 # In how many shares a tile's products may be, of so many steps at least, and what adds them (kernels/conv/terms.cuh).
 STREAM_SHARES, LEAST_SHARE, SUMMING_START = (1, 2, 3, 4, 6, 8), 4, 1
-# By mma.sync: µs of all, of any tile, of each of its steps, of 32 operands, 128 channels and positions; of an H200 (trials/gathered.json), whose wgmma is
-# twice as fast. Tensor cores of 8.0 are as fast as half of its own, those of later GPUs half of that (NVIDIA's tables).
+# By mma.sync: µs of all, of any tile, of each of its steps, of 32 operands, 128 channels and positions; of an H200 (trials/gathered.json), by mma.sync about
+# as fast as an 8.0 is. By wgmma it is twice as fast as that, and later GPUs are half as fast (NVIDIA's tables).
 GATHERED_TILES, GATHERED_BLOCKS = (4.0, 6.9, 0.26), 2
 TENSOR_CORES = {(9, 0): 1.0, (8, 0): 0.5}
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
@@ -261,16 +261,26 @@ def stream_tile(filters: Sequence[int], positions: int, itemsize: int, device, h
         # Two blocks are a cluster, side by side in channels, and each fetches half of the positions, or else in positions.
         shared = 2 if blocks % 2 == 0 else 1
         units = blocks // shared * -(-positions // (of_tile * 2 // shared))
-        for shares in STREAM_SHARES if how.shared else (1,):
-            if shares * LEAST_SHARE > steps and shares > 1:
-                continue
+        for shares in _shares(steps, how):
             turns = -(-units * shares // max(device.multiprocessors // 2, 1))
-            of_step = max(-(-steps // shares) * step, copies * of_tile // shared * STREAM_ROW / shares - tile)
-            time = start + turns * (tile + of_step) / device.scale.clock
-            if shares > 1:
-                time += SUMMING_START + 4 * shares * results / (PASS_BYTES * device.scale.memory)
-            found.append(StreamTile(columns, shares, time))
+            of_steps = max(
+                -(-steps // shares) * step, copies * of_tile // shared * STREAM_ROW / shares - tile
+            )
+            time = start + turns * (tile + of_steps) / device.scale.clock
+            found.append(StreamTile(columns, shares, time + _summing(shares, results, device)))
     return min(found, key=lambda each: each.microseconds)
+
+
+def _shares(steps: int, how: Streamed) -> Sequence[int]:
+    """In how many a tile's steps may be."""
+    return [n for n in STREAM_SHARES if n == 1 or how.shared and n * LEAST_SHARE <= steps]
+
+
+def _summing(shares: int, results: int, device) -> float:
+    """Microseconds of what adds them."""
+    if shares == 1:
+        return 0.0
+    return SUMMING_START + 4 * shares * results / (PASS_BYTES * device.scale.memory)
 
 
 def _gathered_tile(filters: Sequence[int], positions: int, device, how: Streamed) -> StreamTile:
@@ -281,18 +291,13 @@ def _gathered_tile(filters: Sequence[int], positions: int, device, how: Streamed
     steps = -(-(-(-row // group) * math.prod(kernel) // how.folded) // (32 // group))
     start, tile, step = GATHERED_TILES
     tile *= block / 128
-    step *= block / 128 * 0.5 / min(_tensor_cores(device), 0.5) * (1.5 if how.split else 1)
+    step *= block / 128 * TENSOR_CORES[8, 0] / _tensor_cores(device) * (1.5 if how.split else 1)
     found = []
-    for shares in STREAM_SHARES if how.shared else (1,):
-        if shares * LEAST_SHARE > steps and shares > 1:
-            continue
+    for shares in _shares(steps, how):
         tiles = -(-outputs // block) * -(-positions // 128) * shares
         turns = -(-tiles // (GATHERED_BLOCKS * device.multiprocessors))
         time = start + turns * GATHERED_BLOCKS * (tile + -(-steps // shares) * step) / device.scale.clock
-        if shares > 1:
-            moved = 4 * shares * positions * outputs
-            time += SUMMING_START + moved / (PASS_BYTES * device.scale.memory)
-        found.append(StreamTile(64, shares, time))
+        found.append(StreamTile(64, shares, time + _summing(shares, positions * outputs, device)))
     return min(found, key=lambda each: each.microseconds)
 
 

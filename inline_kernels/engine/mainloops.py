@@ -108,7 +108,7 @@ class Image(NamedTuple):
 class Job(NamedTuple):
     """What a mainloop is asked to do. dtypes: of the results; front: direct.py's, or sinks: those of each pass; positions: v's, in all samples;
     settings: how its filter goes, or None where it is padded by more behind than before, and walk, too; pads: segment.Conv.pads; last: are results to lie channels
-    last for the next convolution, and rounds: y be rounded to TF32? lies_last: are they where x does?"""
+    last for the next convolution, and rounds: y be rounded to TF32? follows_x: are they where x does?"""
 
     x: Tensor
     weight: Tensor
@@ -123,7 +123,7 @@ class Job(NamedTuple):
     rounds: bool = False
     instructions: int = 0  # of an element's tails, about
     inside: bool = False  # would the library run the tail inside its convolution?
-    lies_last: bool = False
+    follows_x: bool = False
 
     @property
     def window(self) -> int:
@@ -164,7 +164,7 @@ def job_of(
     positions = sizes.N * sizes.positions("e")
     rounds = case.stays_last and case.segment.result == between.OPERAND and case.x.dtype == torch.float32
     how = settings, walk, case.segment.conv.pads, case.stays_last, rounds, instructions
-    return Job(case.x, case.weight, dtypes, front, sinks, positions, *how, lies_last=case.last)
+    return Job(case.x, case.weight, dtypes, front, sinks, positions, *how, follows_x=case.last)
 
 
 class Sinks(NamedTuple):
@@ -504,7 +504,7 @@ def _stream_defines(job: Job) -> dict:
 def _stream_layouts(job: Job) -> dict:
     last = library.is_channels_last(job.x)
     known = {"LAST": int(last), "WEIGHT_LAST": int(last and library.is_channels_last(job.weight))}
-    lies_last = job.last or last and job.lies_last
+    lies_last = job.last or last and job.follows_x
     return known | {"RESULTS_LAST": int(lies_last), "ROUNDS_RESULT": int(job.rounds)}
 
 

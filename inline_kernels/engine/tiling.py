@@ -499,8 +499,7 @@ def stream_defines(x: Tensor, filters: Sequence[int], positions: int, how: choic
     """positions: of all results."""
     device = device_properties(x.device.index)
     tile = choice.stream_tile(filters, positions, x.element_size(), device, how)
-    known = {"CAPABILITY": 90 if device.capability == (9, 0) else 80}
+    known = {"CAPABILITY": 90 if device.capability == (9, 0) else 80, "SHARED_LIMIT": device.shared}
     known |= {"COLUMNS": tile.columns, "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD}
-    known |= {"SPLIT": int(how.split)}
-    known |= {"SHARES": tile.shares, "FOLDED": how.folded, "SHARED_LIMIT": device.shared}
+    known |= {"SPLIT": int(how.split), "SHARES": tile.shares, "FOLDED": how.folded}
     return spatial_defines(filters) | known
