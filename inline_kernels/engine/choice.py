@@ -190,11 +190,12 @@ WIDE_TAIL, SECOND, INSTRUCTION = 0.3, 0.45, 0.042
 
 
 class Streamed(NamedTuple):
-    """How kernels/conv/stream.cuh convolves. packs: is x packed first? split: are operands two float16? folded: taps of which a row of
-    operands has the pixels, or 0: they are views; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are
-    pooled to one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved; beside_wide: could
-    kernels/conv/wide.cuh write v? dilation: the filter's; views: the microseconds of those, of a result that is stored, if they could be; last: does x
-    lie channels last? inside: would the library run the tail inside its convolution? shared: may a tile's products be shares, which are added behind?"""
+    """How kernels/conv/stream.cuh convolves. packs: is x packed first, but for views, of which it always is? split: are operands two float16? folded:
+    taps of which a row of operands has the pixels, or 0: they are views; reduces: does a tile have room for what becomes of v beside its sums? window:
+    elements of v that are pooled to one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved;
+    beside_wide: could kernels/conv/wide.cuh write v? dilation: the filter's; views: the microseconds of those, of a result that is stored, if they could
+    be; last: does x lie channels last? inside: would the library run the tail inside its convolution? shared: may a tile's products be shares, which are
+    added behind?"""
 
     packs: bool = True
     split: bool = False
@@ -314,8 +315,9 @@ def stream_microseconds(
     of_x = math.prod(image)
     if math.prod(filters[2:]) == 1:  # pixels that it meets are packed, but neighbours read
         of_x = min(of_x, 2 * positions * filters[1])
-    packed = 2 * math.prod(filters) + how.packs * of_x  # filters: which takes about twice as long
-    launches = 1 + how.packs + 2 * (itemsize == 4)
+    packs = how.packs or how.folded == VIEWS
+    packed = 2 * math.prod(filters) + packs * of_x  # filters: which takes about twice as long
+    launches = 1 + packs + 2 * (itemsize == 4)
     moved = packed * (itemsize + 2 + 2 * how.split) / (PASS_BYTES * device.scale.memory)
     return products + launches * PACKING_START + moved
 

@@ -486,8 +486,7 @@ def streamed(
     if planned is None:
         return how
     by_views = choice.stream_views(planned, filters[0], image[0], itemsize, how.split, device)
-    # Of x that is packed, wherever it lies.
-    viewed = how._replace(views=by_views, folded=choice.VIEWS, packs=True, shared=False)
+    viewed = how._replace(views=by_views, folded=choice.VIEWS, shared=False)
     times = [
         choice.stream_microseconds(image, filters, positions, itemsize, device, each)
         for each in (how, viewed)
