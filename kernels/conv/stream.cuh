@@ -113,8 +113,8 @@ template <class Values, class Pool, class T, class Tail, bool kLast, bool kRound
              at % PW * Pool::kWidth + element % Pool::kWidth);
       pooled = element == 0 ? value : Pool::Reduction::merge(pooled, value);
     }
-    const float value = tail.after(pooled, channel);
-    y[n * results() + i] = T(kRounds ? nearest_tf32(value) : value);
+    const float result = tail.after(pooled, channel);
+    y[n * results() + i] = T(kRounds ? nearest_tf32(result) : result);
   }
 };
 
