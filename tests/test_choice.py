@@ -22,6 +22,7 @@ from inline_kernels.engine import (
     direct,
     inside,
     library,
+    mainloops,
     precision,
     schedule,
     sinks,
@@ -189,6 +190,8 @@ def test_rules_see_what_runs_without_them(gpu, monkeypatch):
 
 
 FEW = json.loads((ROOT / "benchmarks/results/trials/few_channels.json").read_text(encoding="utf-8"))["rows"]
+# Of filters of one tap the records are older than one_tap.
+RECORDED = [each for each in mainloops.MAINLOOPS if each.name != "one_tap"]
 MOST_FEW = 1.5  # of the fastest's time, or so many microseconds more
 A_LITTLE = 8
 
@@ -196,6 +199,7 @@ A_LITTLE = 8
 @pytest.mark.parametrize("mode", ["tf32", "float32", "bf16"])
 def test_of_few_channels_in_the_fastest_runs(mode, monkeypatch):
     """… by the record, of a convolution and relu: narrow2d or narrow3d, stream, or the library's and a pass."""
+    monkeypatch.setattr(mainloops, "MAINLOOPS", RECORDED)
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     monkeypatch.setattr(library, "device_type", lambda x: "cuda")
     monkeypatch.setattr(inside, "_asked", lambda *_: False)
@@ -229,6 +233,7 @@ MOST_SHORT = 1.1
 @pytest.mark.parametrize("row", SHORT, ids=lambda row: f"{row['channels_in']}x{row['image']}-{row['mode']}")
 def test_of_short_rows_the_fastest_runs(row, monkeypatch):
     """… by the record, of a convolution and relu, through wide, whose tiles are rows, or through stream."""
+    monkeypatch.setattr(mainloops, "MAINLOOPS", RECORDED)
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     monkeypatch.setattr(library, "device_type", lambda x: "cuda")
     monkeypatch.setattr(inside, "_asked", lambda *_: False)
@@ -244,6 +249,39 @@ def test_of_short_rows_the_fastest_runs(row, monkeypatch):
     case = Case(segment, [x, model[0].weight, model[0].bias, 0], False, dtype)
     runs, *_ = direct.describe(case).split()
     assert row[runs.rstrip(",")] <= MOST_SHORT * min(row["wide"], row["stream"])
+
+
+ONE_TAP = json.loads((ROOT / "benchmarks/results/trials/one_tap.json").read_text(encoding="utf-8"))["rows"]
+WAYS = {
+    "as they lie": "planes",
+    "one_tap": "one_tap",
+    "narrow2d": "narrow2d",
+    "wide": "wide",
+    "views": "views",
+    "stream": "packed",
+}
+
+
+@pytest.mark.parametrize(
+    "row", ONE_TAP, ids=lambda row: f"{row['channels_in']}x{row['image']}-{row['dtype']}"
+)
+def test_of_one_tap_the_fastest_runs(row, monkeypatch):
+    """… of what the record has, behind which stands a tail that is like a ReLU in what it moves."""
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
+    monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+    monkeypatch.setattr(inside, "_asked", lambda *_: False)
+    monkeypatch.setattr(
+        precision, "runs_tf32", lambda *_, **__: row["dtype"] == "tf32" and row["channels_in"] > 16
+    )
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(row["dtype"], torch.float32)
+    convolution = (nn.Conv2d, nn.Conv3d)[len(row["image"]) - 2]
+    model = nn.Sequential(convolution(row["channels_in"], row["channels_out"], 1), nn.ReLU()).to(dtype)
+    x = torch.empty(row["batch"], row["channels_in"], *row["image"], device="meta", dtype=dtype)
+    (segment,) = capture(model, True, x.dim()).segments
+    words = words_of(Case(segment, [x, model[0].weight, model[0].bias, 0], False, dtype))
+    runs = next((way for says, way in WAYS.items() if says in words), "load")
+    times = [row[way] for way in (*WAYS.values(), "load") if way in row]
+    assert runs not in row or row[runs] <= max(1.1 * min(times), min(times) + A_LITTLE), runs
 
 
 BEHIND = {

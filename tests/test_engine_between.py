@@ -584,8 +584,7 @@ def test_what_surrounds_a_model_on_a_gpu():
     model, x = Before(64).cuda().eval(), torch.randn(4, 3, 48, 40, device="cuda")
     fast, wanted = fuse(model), model(x)
     with torch.no_grad():
-        stem, *others = fast.plan(x)  # of three channels in, which ours may take
-        assert [plan.runs for plan in others] == ["load"] * 5
+        assert all(plan.runs != "eager" for plan in fast.plan(x))
         torch.testing.assert_close(fast(x), wanted, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(torch.compile(fast)(x), wanted, rtol=1e-2, atol=1e-2)
         with torch.autocast("cuda", torch.bfloat16):

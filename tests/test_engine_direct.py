@@ -92,6 +92,12 @@ FILTERS = {
         ((20, 1, 2, 3, 1), (4, 7, 9)),
         ((3, 4, 3, 5, 5), (4, 9, 12)),
     ],
+    "one_tap": [
+        ((20, 3, 1, 1), (5, 21)),
+        ((33, 17, 1, 1, 1), (3, 5, 67)),
+        ((6, 8, 1, 1), (25, 26)),
+        ((16, 9, 1, 1), (1, 7)),
+    ],
     "wide": [((40, 24, 3, 3), (5, 21)), ((130, 17, 1, 2), (3, 67))],
 }
 DEVICES = [(800, torch.float32), (900, torch.bfloat16), (900, torch.float32), (800, torch.float16)]
@@ -569,6 +575,21 @@ def test_what_views_have_room_for(last, device, by_views, monkeypatch):
         run(model, x)
 
 
+@pytest.mark.parametrize("size", [(8, 11), (5, 4, 6)], ids=str)
+@pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
+def test_planes_as_they_lie(dtype, size, device, monkeypatch):
+    """Of a filter of one tap, in 16 bits, where they begin at multiples of 16 bytes."""
+    device(900), only_through("stream", monkeypatch)
+    monkeypatch.setattr(tiling, "views", lambda *_: None)  # which are faster at such sizes
+    model = random_model((40, 136, *[1] * len(size)), TAILS["a channel's own"]).to(dtype)
+    for more in (0, 1):
+        x = numerics.random_input((3, 136, *size[:-1], size[-1] + more), dtype=dtype)
+        segment, arguments = given(model, x)
+        says = direct.describe(Case(segment, arguments, False, dtype))
+        assert ("planes as they lie" in says) == (x[0, 0].numel() % 8 == 0)
+        assert_rule(model, x)
+
+
 def test_stream_in_tf32(device, monkeypatch):
     device(900), only_through("stream", monkeypatch)
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
@@ -888,7 +909,7 @@ def test_on_a_cpu():
 @pytest.mark.parametrize(
     "filters, size, says",
     [
-        ((16, 17, 1, 1), (9, 9), "16 channels in"),  # and wide isn't faster by the rule that is set
+        ((136, 17, 1, 2), (9, 9), "16 channels in"),  # and wide isn't faster by the rule that is set
         ((16, 3, 1, 10), (9, 19), "registers"),
         ((16, 16, 5, 5), (9, 19), "registers"),
         ((16, 5, 3, 3, 3), (5, 9, 9), "4 channels in"),

@@ -28,7 +28,7 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
 #if BY_TAPS
   conv::by_taps<Filter, Operands, COLUMNS, 1, LEAD, SHARED_LIMIT, X_LAST, Y_LAST, false>(
       x, weight, walk, stream, conv::Stored{y, conv::Identity{}});
-#elif X_LAST == Y_LAST || !FOLDED
+#elif X_LAST == Y_LAST || FOLDED <= 0
   conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, SHARED_LIMIT, X_LAST, FOLDED, Y_LAST, false, conv::Unpooled,
                  SHARES>(x, weight, walk, stream, conv::Stored{y, conv::Identity{}});
 #else
@@ -134,6 +134,7 @@ def stream(folder):  # noqa: F811
         shares=1,
         by_taps=False,
         capability=90,
+        planes=False,
     ):
         axes = "DHW"[5 - weight.dim() :]
         dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", *(f"KERNEL_{axis}" for axis in axes)), weight.shape))
@@ -143,7 +144,7 @@ def stream(folder):  # noqa: F811
         defines |= {"SPLIT": int(split), "CAPABILITY": capability}
         packs = not x_last or x.dtype == torch.float32 or x.shape[1] % 8
         folded = choice.stream_folded(weight.shape, settings[-1], packs, split)
-        defines["FOLDED"] = 0 if views else folded
+        defines["FOLDED"] = choice.PLANES if planes else choice.VIEWS if views else folded
         defines |= {"VALUE_T": TYPES[x.dtype], "OUTPUT_T": TYPES[result]}
         kernels = Emulated(SOURCE, library_of(SOURCE, capability * 10, defines, (), folder))
         kernels.library.emulation_device(2, 227 << 10)
@@ -196,6 +197,30 @@ def test_split(filters, image, columns, settings, stream):
     assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
     finite = eager.isfinite()
     torch.testing.assert_close(y[finite], eager[finite], rtol=1e-5, atol=1e-4)
+
+
+# Planes that end inside of tiles, and of which one has several; channels that fill no group, and no block; a volume.
+@pytest.mark.parametrize(
+    "filters, image, columns, shares, dtype",
+    [
+        ((136, 72, 1, 1), (3, 8, 9), 128, 1, torch.bfloat16),
+        ((40, 128, 1, 1), (2, 10, 52), 192, 1, torch.float16),
+        ((256, 100, 1, 1), (3, 4, 10), 256, 1, torch.bfloat16),
+        ((130, 136, 1, 1), (1, 24, 31), 128, 2, torch.float16),
+        ((64, 20, 1, 1, 1), (3, 5, 8, 9), 192, 1, torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("y_last", [False, True])
+def test_planes(filters, image, columns, shares, dtype, y_last, stream):
+    """x in planes of 16 bits as it lies; infinities and NaN stay where they are."""
+    settings = (1, 0, 0, 1)
+    x, weight = drawn(filters, image, dtype)
+    given = {"planes": True, "shares": shares, "y_last": y_last}
+    assert_close(stream(x, weight, columns, settings, **given), x, weight, settings)
+    x[0].view(-1)[[5, 60]] = torch.tensor([INF, NAN], dtype=dtype)
+    y, eager = stream(x, weight, columns, settings, **given), convolved(x.float(), weight.float(), settings)
+    assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
 
 
 # By mma.sync, in the memory of compute capability 8.6, or of 8.0, with more stages.

@@ -103,7 +103,9 @@ VIEWS_START, VIEWS_SPLIT = 1, 1.25
 VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL, VIEWS_KILOBYTE = 0.41, 0.031, 0.014, 0.0075
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
-LIBRARY_TURNS = 32  # channels, from which on x in planes is turned for it (layouts.py)
+# Channels, from which on x in planes is turned for it (layouts.py). Of images in 16 bits that go forward x's count, where so many come out: in planes it
+# took 0.59 ms of 384 channels to 24 (8 x 198 x 219), where 0.49 with x turned (torch.compile).
+LIBRARY_TURNS, LIBRARY_TURNS_OUT = 32, 8
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
 # Of images with so many channels out at most it computes as many; of filters with more than nine taps in 16 bits (channels are computed 64 at once);
 # in TF32 where a dilation is more than 2; and where channels are no multiple of four, of which it has no operands as they lie, a multiprocessor's of
@@ -141,14 +143,22 @@ FEW_LIBRARY = 1.4
 # Where the library runs the tail inside, what is launched behind it can't be why it takes longer: only where stream is expected to take so much of its
 # time it runs.
 SURE_INSIDE = 0.85
+# Of filters of one tap in 16 bits, how much longer takes what packs or turns planes that are no multiple of 8 positions, and what stores odd ones
+# (trials/one_tap.json: 16 images of 256 channels, 215 x 220, to 48: 407 us; 63 x 63, to 256: 72 us).
+UNALIGNED_PACKED, ODD_STORED = 1.4, 1.3
+# kernels/conv/one_tap.cuh: products a microsecond, of an H200's 30e6.
+ONE_TAP_START, ONE_TAP_PRODUCTS = 3, 9e6
 # kernels/conv/wide.cuh, that only writes v, by the bytes of a value, or where operands are split: microseconds of all, of any tile, 128 columns of a row and
 # 64 or 128 channels out, and of each of its products, of 16 terms for 64 channels; of how many of those weights are in registers, and how much longer it
 # takes of more. Where stream is expected to take less than so much of that it runs (trials/short_rows.json: within a ninth on average, 0.41 at most).
 WIDE_TILES = {2: (12.6, 0.25, 0.0545), 4: (13, 0.91, 0.0515), "split": (10, 1.39, 0.27)}
 WIDE_PRODUCTS, WIDE_LATER, WIDE_LOSES = 36, 1.4, 0.9
 WIDE_LIBRARY = 1.2  # … and the library where it is expected to take less though it took so much longer
-WIDE_BYTES = 2.0e6  # a microsecond (2 images of 512 channels, 287 x 174, to 384 by 1 x 1: 0.417 ms, where stream takes 0.251)
-VIEWS, VIEWS_POSITIONS = 0, 128  # as `folded`; of a tile
+# Bytes a microsecond, by those of a value (2 images of 512 channels, 287 x 174, to 384 by 1 x 1: 0.417 ms, where stream takes 0.251; 16 of 256, 215 x 220, to
+# 48 in float16: 0.394, where the library takes 0.302).
+WIDE_BYTES = {2: 1.0e6, 4: 2.0e6}
+VIEWS, PLANES = 0, -1  # as `folded`
+VIEWS_POSITIONS = 128  # of a tile
 VIEWS_SPREAD = 32  # channels out at most, of which each warp has eight
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
@@ -191,7 +201,7 @@ WIDE_TAIL, SECOND, INSTRUCTION = 0.3, 0.45, 0.042
 
 class Streamed(NamedTuple):
     """How kernels/conv/stream.cuh convolves. packs: is x packed first, but for views, of which it always is? split: are operands two float16? folded:
-    taps of which a row of operands has the pixels, or 0: they are views; reduces: does a tile have room for what becomes of v beside its sums? window:
+    taps of which a row of operands has the pixels, VIEWS, or PLANES, which are read as they lie; plane: then positions of one; reduces: does a tile have room for what becomes of v beside its sums? window:
     elements of v that are pooled to one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved;
     beside_wide: could kernels/conv/wide.cuh write v? dilation: the filter's; views: the microseconds of those, of a result that is stored, if they could
     be; last: does x lie channels last? inside: would the library run the tail inside its convolution? shared: may a tile's products be shares, which are
@@ -210,6 +220,7 @@ class Streamed(NamedTuple):
     last: bool = False
     inside: bool = False
     shared: bool = False
+    plane: int = 0
 
 
 class StreamTile(NamedTuple):
@@ -250,8 +261,9 @@ def stream_tile(filters: Sequence[int], positions: int, itemsize: int, device, h
         return _gathered_tile(filters, positions, device, how)
     outputs, channels, *kernel = filters
     block = 128 if outputs > 64 else 64
-    row, copies = _pixel(channels, how.split) * how.folded, math.prod(kernel) // how.folded
-    blocks, group = -(-outputs // block), 64 if row > 32 else 32 if row > 16 else 16
+    folded = max(how.folded, 1)
+    row, copies = _pixel(channels, how.split) * folded, math.prod(kernel) // folded
+    blocks, group = -(-outputs // block), 64 if row > 32 or how.plane else 32 if row > 16 else 16
     copies *= -(-row // group)
     steps, results = -(-copies // (64 // group)), positions * outputs
     found = []
@@ -261,7 +273,8 @@ def stream_tile(filters: Sequence[int], positions: int, itemsize: int, device, h
         of_tile = min(columns, 192 if block == 64 else columns) * 128 // block
         # Two blocks are a cluster, side by side in channels, and each fetches half of the positions, or else in positions.
         shared = 2 if blocks % 2 == 0 else 1
-        units = blocks // shared * -(-positions // (of_tile * 2 // shared))
+        tiles = positions // how.plane * -(-how.plane // of_tile) if how.plane else -(-positions // of_tile)
+        units = blocks // shared * -(-tiles // (2 // shared))
         for shares in _shares(steps, how):
             turns = -(-units * shares // max(device.multiprocessors // 2, 1))
             of_steps = max(
@@ -315,7 +328,11 @@ def stream_microseconds(
     of_x = math.prod(image)
     if math.prod(filters[2:]) == 1:  # pixels that it meets are packed, but neighbours read
         of_x = min(of_x, 2 * positions * filters[1])
-    packs = how.packs or how.folded == VIEWS
+    if math.prod(filters[2:]) == 1 and itemsize == 2 and not how.last:
+        moved = (of_x + positions * filters[0]) * itemsize / (PASS_BYTES * device.scale.memory)
+        products = max(products, moved) * (ODD_STORED if positions // image[0] % 2 else 1)
+        of_x *= UNALIGNED_PACKED if math.prod(image[2:]) % 8 else 1
+    packs = (how.packs or how.folded == VIEWS) and not how.plane
     packed = 2 * math.prod(filters) + packs * of_x  # filters: which takes about twice as long
     launches = 1 + packs + 2 * (itemsize == 4)
     moved = packed * (itemsize + 2 + 2 * how.split) / (PASS_BYTES * device.scale.memory)
@@ -390,6 +407,12 @@ def _librarys_products(image, filters, positions: int, itemsize: int, device, ho
     return max(products, LIBRARY_TILE**2 * sums * device.multiprocessors / (shares * rate))
 
 
+def library_turns(filters: Sequence[int], itemsize: int, forward: bool) -> bool:
+    """Is x, in planes, turned for the library's tensor cores? forward: no gradient?"""
+    by_image = forward and itemsize == 2 and len(filters) == 4 and filters[0] >= LIBRARY_TURNS_OUT
+    return (filters[1] if by_image else min(filters[:2])) >= LIBRARY_TURNS
+
+
 def by_library(
     image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
 ) -> float:
@@ -398,14 +421,17 @@ def by_library(
     moved = (x + math.prod(filters) + v) * itemsize / bytes_a_time
     products = _librarys_products(image, filters, positions, itemsize, device, how)
     found = LIBRARY_STARTS[itemsize] + max(products, moved)
-    if not how.last and not how.split and min(filters[:2]) >= LIBRARY_TURNS:
-        found += PACKING_START + 2 * x * itemsize / bytes_a_time
+    odd = itemsize == 2 and math.prod(filters[2:]) == 1 and positions // image[0] % 2
+    longer = UNALIGNED_PACKED if odd and not how.last else 1
+    if not how.last and not how.split and library_turns(filters, itemsize, forward=True):
+        found += PACKING_START + 2 * x * itemsize / bytes_a_time * longer
     if how.beside_wide:
         by_wide = wide_microseconds(image, filters, itemsize, how.split, device)
         found = min(found, max(by_wide, LIBRARY_STARTS[itemsize] + moved))
     if how.alone or how.inside:
         return found
-    return found + how.passes * PACKING_START + (how.passes * v + v / how.window) * itemsize / bytes_a_time
+    moved = (how.passes * v + v / how.window) * itemsize * longer
+    return found + how.passes * PACKING_START + moved / bytes_a_time
 
 
 def stream_loses(
@@ -480,10 +506,20 @@ def volume_microseconds(image: Sequence[int], filters: Sequence[int], itemsize: 
     return VOLUME_START + positions * -(-outputs // 16) * position * 1e-6 / device.scale.compute
 
 
+def one_tap_microseconds(image: Sequence[int], filters: Sequence[int], itemsize: int, device) -> float:
+    """Of kernels/conv/one_tap.cuh: what its bytes take, or its products."""
+    outputs, channels, *_ = filters
+    positions = image[0] * math.prod(image[2:])
+    moved = positions * (channels + outputs) * itemsize / (PASS_BYTES * device.scale.memory)
+    return ONE_TAP_START + max(
+        moved, positions * channels * outputs / (ONE_TAP_PRODUCTS * device.scale.compute)
+    )
+
+
 def wide_microseconds(
     image: Sequence[int], filters: Sequence[int], itemsize: int, split: bool, device
 ) -> float:
-    """Of kernels/conv/wide.cuh's products, of images without zeros around them; or of its reading x, which each block of channels out does."""
+    """Of kernels/conv/wide.cuh's products, of images without zeros around them; or of its bytes: each block of channels out reads x."""
     outputs, channels, *kernel = filters
     rows, columns = (size - taps + 1 for size, taps in zip(image[2:], kernel))
     block = 128 if outputs > 64 else 64
@@ -492,8 +528,11 @@ def wide_microseconds(
     start, tile, product = WIDE_TILES["split" if split else itemsize]
     tile += product * products * block / 64
     tile *= WIDE_LATER if products > WIDE_PRODUCTS else 1
-    read = math.prod(image) * itemsize * -(-outputs // block) / (WIDE_BYTES * device.scale.memory)
-    return start + max(read, -(-tiles // device.multiprocessors) * tile / device.scale.clock)
+    read = math.prod(image) * -(-outputs // block)
+    if math.prod(kernel) == 1 and itemsize == 2:
+        read += image[0] * rows * columns * outputs  # written as slowly
+    moved = read * itemsize / (WIDE_BYTES[itemsize] * device.scale.memory)
+    return start + max(moved, -(-tiles // device.multiprocessors) * tile / device.scale.clock)
 
 
 def wide_loses(ours: float, by_stream: float) -> bool:
@@ -511,13 +550,14 @@ def narrow_loses(
     how: Streamed,
     copies: bool,
     others: float,
+    margin: float = FEW_LIBRARY,
 ) -> str | None:
     """Why not a mainloop of few channels in, whose products take so many microseconds; or None. how: of stream in its place. copies: is the image first
-    copied, with zeros around it? others: microseconds by other mainloops."""
+    copied, with zeros around it? others: microseconds by other mainloops. margin: so many times as fast the library must be expected to be."""
     moved = 2 * math.prod(image) * itemsize / (PASS_BYTES * device.scale.memory)
     ours = how.passes * products + (PACKING_START + moved if copies else 0)
     theirs = by_library(image, filters, positions, itemsize, device, how)
-    if FEW_LIBRARY * theirs <= ours:
+    if margin * theirs <= ours:
         return "the library's convolution is faster at such sizes"
     return "another mainloop is faster at such sizes" if others <= ours else None
 

@@ -38,7 +38,7 @@ def fastest(segment, x: Tensor, weight: Tensor, of: str) -> int:
     around = library.padding(segment.conv, weight)
     if segment.conv.padding_mode != "zeros" or any(before != after for before, after in around):
         return PLANES
-    if min(weight.shape[:2]) < choice.LIBRARY_TURNS:
+    if not choice.library_turns(weight.shape, x.element_size(), of == "forward"):
         return PLANES
     conv, padding = segment.conv, [before for before, _ in around]
     settings = precision.Settings(conv.stride, padding, conv.dilation)

@@ -23,6 +23,7 @@ from .passes import Unsupported
 _RUNS_SHARED, _STORES_SHARED, _REDUCES_SHARED = 34 << 10, 42 << 10, 14 << 10
 MOST_TAPS = 128  # channels of a block
 MOST_TERMS = 1 << 30  # bytes
+MOST_ONE_TAP = 4096  # products of a position (kernels/conv/one_tap.cuh)
 MOST_PLACES = 64  # a bit for each (kernels/conv/stream_sm80.cuh)
 STAYS_LAST = "its result stays channels last for the next convolution"
 SLOWER_INSIDE = "v, and a pass over it, take less time than such a tail"
@@ -276,8 +277,10 @@ class Mainloop(NamedTuple):
         """Its name, and how it goes about it, for `plan`."""
         if self.pads and job.pads:
             return f"{self.name} of a padded copy"
-        by_views = self.walks and self.defines(job).get("FOLDED") == choice.VIEWS
-        return self.name + " by views of patches" * by_views
+        folded = self.defines(job).get("FOLDED", 1) if self.walks else 1
+        if folded == choice.PLANES:
+            return f"{self.name} of planes as they lie"
+        return self.name + " by views of patches" * (folded == choice.VIEWS)
 
     def all_defines(self, job: Job) -> dict:
         return self.defines(job) | (walk_defines(job.walk) if self.walks or (self.pads and job.pads) else {})
@@ -319,7 +322,7 @@ def _rows_lose(job: Job) -> str | None:
     return _narrow_loses(job, choice.rows_microseconds)
 
 
-def _narrow_loses(job: Job, microseconds: Callable) -> str | None:
+def _narrow_loses(job: Job, microseconds: Callable, **margin: float) -> str | None:
     """Would a mainloop of few channels in take longer than the library, or than stream?"""
     if choice.is_silent():
         return None
@@ -329,7 +332,7 @@ def _narrow_loses(job: Job, microseconds: Callable) -> str | None:
     inside, of_v = _by_stream(job, how)
     others = min(inside, of_v + how.passes * choice.pass_microseconds(*sizes))
     how = how._replace(beside_wide=False)
-    return choice.narrow_loses(products, x.shape, *sizes, how, job.pads, others)
+    return choice.narrow_loses(products, x.shape, *sizes, how, job.pads, others, **margin)
 
 
 def _by_stream(job: Job, how: choice.Streamed) -> tuple[float, float]:
@@ -376,6 +379,21 @@ def _narrow3d_obstacle(job: Job) -> str | None:
     return reason or _narrow_loses(job, choice.volume_microseconds)
 
 
+def _one_tap_obstacle(job: Job) -> str | None:
+    x, weight = job.x, job.weight
+    if reason := tiling.one_tap_obstacle(x, weight, x.dtype):
+        return reason
+    if math.prod(weight.shape[:2]) > MOST_ONE_TAP:
+        return f"it takes up to {MOST_ONE_TAP} products of a position"
+    if choice.is_silent():
+        return None
+    device, sizes = tiling.device_properties(x.device.index), (x.shape, weight.shape, x.element_size())
+    ours = choice.one_tap_microseconds(*sizes, device)
+    if _wide_stores(job) and choice.wide_microseconds(*sizes, stream_splits(job), device) < ours:
+        return "wide is faster at such sizes"
+    return _narrow_loses(job, choice.one_tap_microseconds, margin=1)
+
+
 def _wide_obstacle(job: Job) -> str | None:
     """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
     x, weight = job.x, job.weight
@@ -412,9 +430,10 @@ def _wide_loses(job: Job) -> bool:
     inside, of_v = _by_stream(job, how)
     read = choice.pass_microseconds(job.weight.shape, job.positions, x.element_size(), device)
     sizes = x.shape, job.weight.shape, job.positions, x.element_size(), device
-    if job.weight.shape[0] <= choice.FEW_OUT:  # of a block of 64
+    one_tap = {*job.weight.shape[2:]} == {1} and x.element_size() == 2  # of which it waits for memory
+    if job.weight.shape[0] <= choice.FEW_OUT or one_tap:  # of a block of 64
         theirs = choice.by_library(*sizes, how._replace(beside_wide=False))
-        if choice.WIDE_LIBRARY * theirs < how.passes * ours:
+        if (1 if one_tap else choice.WIDE_LIBRARY) * theirs < how.passes * ours:
             return True
     if choice.wide_loses(how.passes * ours, inside):
         return True
@@ -618,9 +637,25 @@ def _taps_of(dimensions: int) -> Mainloop:
     )
 
 
+def _one_tap_of(dimensions: int) -> Mainloop:
+    return Mainloop(
+        "one_tap",
+        "elements",
+        dimensions,
+        headers=("conv/one_tap.cuh",),
+        declared=_filter_of(dimensions),
+        launch=["conv::one_tap<Filter>(x, weight, stream, {stored});"],
+        obstacle=_one_tap_obstacle,
+        defines=lambda job: tiling.spatial_defines(job.weight.shape),
+        most=9,
+        is_exact=True,
+    )
+
+
 # Of those that can run the first one does that is not slower than others. With few channels in the library's convolution mostly takes several
 # times as long as narrow2d and narrow3d.
 MAINLOOPS = (
+    *[_one_tap_of(dimensions) for dimensions in (2, 3)],
     Mainloop(
         "narrow2d",
         "elements",

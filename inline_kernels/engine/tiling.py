@@ -221,6 +221,13 @@ def row_tiles(x: Tensor, weight: Tensor) -> int:
     return next((tiles for tiles in (1, 2, 3, 4) if columns <= tiles * COLUMNS), 0)
 
 
+@first_obstacle
+def one_tap_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
+    """Of a convolution by kernels/conv/one_tap.cuh."""
+    yield from _fused_obstacles(x, dtype)
+    yield {*weight.shape[2:]} != {1}, "its filter has one tap"
+
+
 def rows_shared(weight: Tensor, tiles: int, *itemsizes: int) -> int:
     """Bytes of dynamic shared memory where results of these sizes are stored. Of each team: kh + 1 rows of x, of so many tiles, and for each
     channel a tile of each result, which begins anywhere in a sector of 32 bytes."""
@@ -469,6 +476,15 @@ def views(image: Sequence[int], filters: Sequence[int], walk, split: bool, devic
     return Views(sample - first, products, units * patch * 16 * math.prod(kernel[:-2]), teams)
 
 
+def _reads_planes(
+    image: Sequence[int], filters: Sequence[int], walk, itemsize: int, how: choice.Streamed
+) -> bool:
+    """Might kernels/conv/stream.cuh read x in planes as it lies?"""
+    meets_all = {*filters[2:], *walk.stride} == {1} and not any((*walk.before, *walk.behind))
+    lies = itemsize == 2 and not how.last and math.prod(image[2:]) % 8 == 0
+    return lies and meets_all and how.window == 1
+
+
 def streamed(
     image: Sequence[int],
     filters: Sequence[int],
@@ -479,14 +495,19 @@ def streamed(
     device: Device,
     stores: bool,
 ) -> choice.Streamed:
-    """`how`, with the rows or views that it multiplies. positions: of all results; stores: are they only stored?"""
+    """`how`, with the rows, views or planes that it multiplies. positions: of all results; stores: are they only stored?"""
     how = how._replace(folded=choice.stream_folded(filters, walk.dilation[-1], how.packs, how.split))
+    if stores and device.capability == (9, 0) and _reads_planes(image, filters, walk, itemsize, how):
+        lies = how._replace(folded=choice.PLANES, plane=math.prod(image[2:]))
+        sizes = image, filters, positions, itemsize, device
+        if choice.stream_microseconds(*sizes, lies) < choice.stream_microseconds(*sizes, how):
+            how = lies
     may_view = device.capability == (9, 0) and (how.packs or stores)
     planned = views(image, filters, walk, how.split, device) if may_view else None
     if planned is None:
         return how
     by_views = choice.stream_views(planned, filters[0], image[0], itemsize, how.split, device)
-    viewed = how._replace(views=by_views, folded=choice.VIEWS, shared=False)
+    viewed = how._replace(views=by_views, folded=choice.VIEWS, shared=False, plane=0)
     times = [
         choice.stream_microseconds(image, filters, positions, itemsize, device, each)
         for each in (how, viewed)

@@ -130,8 +130,6 @@ inline int64_t stream_parts(int64_t positions, int columns) {
   return (positions + columns - 1) / columns + 1;
 }
 
-constexpr int kViews = 0;  // as kFolded below
-
 // The same as `stream` below by views of patches, to a sink that stores.
 template <class Filter, class Operands, int kSharedLimit, bool kLast, class Tail, class Out, class More,
           class Behind>
@@ -185,7 +183,8 @@ void views(In<typename Operands::value_t> x, In<typename Operands::value_t> weig
 // first N become the bits of each sample's largest magnitude, where operands are single its largest finite
 // one. Channels last x is read as it lies where values are operands, and C a multiple of 8; else it is
 // packed. kFolded: taps of a row whose pixels are one row of operands, all of it where columns are
-// neighbours, or 1; or kViews. kShares: of K, where Out is a store::Positions.
+// neighbours, or 1; or kViews; or kPlanes, of 8·n positions and 16 bits. That, and kShares, of K, more than
+// one, where Out is a store::Positions.
 // behind(Doubts) computes again what a float16 can't hold.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
           int kFolded, class Pool = Unpooled, int kShares = 1, class Tail, class Out, class More,
@@ -206,8 +205,10 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   using Loop = std::conditional_t<kStreamsBySm90, StreamSm90<Conv, Pool, Of, To, More, kSharedLimit>,
                                   StreamSm80<Conv, Pool, Of, To, More, kSharedLimit>>;
   using operand_t = typename Operands::operand_t;
-  constexpr bool kPacks = !kLast || Operands::kScaled || Filter::kIn % 8 != 0;
-  static_assert(kPacks || kFolded == 1, "its rows have no padding");
+  constexpr bool kInPlanes = kFolded == kPlanes;
+  constexpr bool kPacks = !kInPlanes && (!kLast || Operands::kScaled || Filter::kIn % 8 != 0);
+  static_assert(kPacks || kFolded <= 1, "its rows have no padding");
+  static_assert(!kInPlanes || (!kLast && !Operands::kScaled && Pool::kArea == 1 && !Out::kReduces));
   expect(x.dims == Filter::kDims + 2 && x.size(kLast ? -1 : 1) == Filter::kIn,
          "an image of the channels that are compiled for");
   int taps[] = {Filter::kDepth, Filter::kHeight, Filter::kWidth};
@@ -244,6 +245,8 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
     rows = {sizes[0] * sizes[1] * sizes[2], int(sizes[2]), int(sizes[2]), 0};
   }
   const auto [OD, OH, OW] = results;
+  expect(!kInPlanes || (OD * OH * OW == plane && plane % 8 == 0 && !walk.pads()),
+         "planes that begin at multiples of 16 bytes, and a filter that meets all of them");
   // Counted in int, two tiles beyond the last position, too.
   expect(N * OD * OH * OW < (int64_t(1) << 31) - 1024, "sizes that are counted in int");
   if (N == 0) return;

@@ -16,6 +16,8 @@
 
 namespace conv {
 
+constexpr int kViews = 0, kPlanes = -1;  // as kFolded below
+
 // A convolution, and how it is cut: a consumer computes 64 channels at kColumns positions, 128, 192 or 256.
 // Its block's other consumer computes other channels at the same positions, where a block has kBlockChannels
 // = 128 channels; where it has 64, the same channels at other positions. kCluster blocks, 1 or 2, share what
@@ -26,7 +28,7 @@ namespace conv {
 //
 // What the copy engine fetches takes it as long for a few channels as for 64. So, of few, a row of its
 // operands may have kFolded neighbouring pixels, all that a filter's row meets: they lie one behind the other
-// in x.
+// in x. Or kFolded is kPlanes: of a filter of one tap x may be in planes, which are read as they lie.
 template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_, int kLead_,
           int kFolded_, int kShares_ = 1, int kStep_ = 64>
 struct Stream : Operands_ {
@@ -35,18 +37,20 @@ struct Stream : Operands_ {
   static constexpr bool kTransposed = false;
   static constexpr int kChannelsIn = Filter::kIn, kChannelsOut = Filter::kOut;
   static constexpr int kDims = Filter::kDims, kTaps = Filter::kTaps;
-  static constexpr int kFolded = kFolded_, kCopies = kTaps / kFolded,
+  static constexpr bool kInPlanes = kFolded_ == kPlanes;
+  static constexpr int kFolded = kInPlanes ? 1 : kFolded_, kCopies = kTaps / kFolded,
                        kCopiesOfLine = Filter::kWidth / kFolded;
   // Of a part's neighbours; the operands of a pixel, a row and a group.
   static constexpr int kParts = Operands::kParts, kBeside = kParts == 1 || kChannelsIn <= 8 ? 8 : 16;
   static constexpr int kPixel = ceil_div(kChannelsIn, kBeside) * kBeside * kParts;
   static constexpr int kRow = kPixel * kFolded, kStep = kStep_,
-                       kGroup = kRow > 32 && kStep > 32 ? 64
-                                : kRow > 16             ? 32
-                                                        : 16;
+                       kGroup = kInPlanes || (kRow > 32 && kStep > 32) ? 64
+                                : kRow > 16                            ? 32
+                                                                       : 16;
   static constexpr int kGroups = ceil_div(kRow, kGroup), kSlabs = kStep / kGroup;
   static_assert(kFolded == 1 || (kFolded == Filter::kWidth && kBeside == 8 && kRow <= 64),
                 "rows of one group, or of two");
+  static_assert(!kInPlanes || (kTaps == 1 && kParts == 1));
   static constexpr int kSteps = ceil_div(kGroups * kCopies, kSlabs);
   static constexpr int kLastSlabs = kGroups * kCopies - (kSteps - 1) * kSlabs;  // of the last step
   // Sixteens of channels of a group, and of the last one; products of depth 16 for each, and where their

@@ -5,7 +5,8 @@
 // Blocks are persistent, and share all tiles. Three warpgroups of a block are specialised:
 //   producer   one thread, which has the copy engine fill the stages of a pipeline: of a step of K the
 //              weights, as they are packed, and what the tap meets at the positions. Padding, stride and
-//              dilation are the copy engine's affair (core/tensor_map.cuh)
+//              dilation are the copy engine's affair (core/tensor_map.cuh), which may take planes as they
+//              lie, too, where a filter has one tap
 //   consumers  two of them multiply: 64 channels each at all positions, or, of a block of 64 channels, half
 //              of the positions each; then tail and sink
 // Where two blocks are a cluster, they compute different channels at the same positions, or the same channels
@@ -28,10 +29,10 @@ struct StreamSm90 : Conv {
   using Arguments = StreamArguments<Conv, Tail, Out, More>;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
       Conv::kCopies, Conv::kCopiesOfLine, Conv::kDeep, Conv::kDepth, Conv::kGroup, Conv::kGroups,
-      Conv::kImageBytes, Conv::kLastDeep, Conv::kLastSlabs, Conv::kLead, Conv::kProducts, Conv::kScaled,
-      Conv::kShares, Conv::kSlabs, Conv::kSteps, Conv::kTilePositions, Conv::kWeightBytes;
+      Conv::kImageBytes, Conv::kInPlanes, Conv::kLastDeep, Conv::kLastSlabs, Conv::kLead, Conv::kProducts,
+      Conv::kScaled, Conv::kShares, Conv::kSlabs, Conv::kSteps, Conv::kTilePositions, Conv::kWeightBytes;
   using typename Conv::Filter, typename Conv::operand_t;
-  using Image = ImageMap<Conv::kDims, kGroup>;
+  using Image = std::conditional_t<kInPlanes, PlanesMap, ImageMap<Conv::kDims, kGroup>>;
 
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -61,27 +62,42 @@ struct StreamSm90 : Conv {
   // x, operands of extents `sizes`, a pixel of a row behind the other, `pitch` of them.
   static Image image(const operand_t* x, int64_t N, const int64_t (&sizes)[3], int pitch,
                      const int (&taps)[3], const Walk& walk) {
-    return image_map<Conv::kDims, kGroup>(x, N, sizes[0], sizes[1], pitch, Conv::kPixel, taps, walk, kFetched,
-                                          Conv::kFolded);
+    if constexpr (kInPlanes) return planes_map(x, N, Conv::kChannelsIn, sizes[0] * sizes[1] * sizes[2]);
+    else
+      return image_map<Conv::kDims, kGroup>(x, N, sizes[0], sizes[1], pitch, Conv::kPixel, taps, walk,
+                                            kFetched, Conv::kFolded);
   }
 
-  // Units of work, each a tile for every block of a cluster; channels first.
+  // Units of work, each a tile for every block of a cluster; channels first. In planes none has positions of
+  // two samples.
+  static HOST_DEVICE int tiles_of_sample(const Arguments& args) {
+    return ceil_div(args.sample(), kTilePositions);
+  }
   static HOST_DEVICE int units(const Arguments& args) {
-    const int of_unit = kTilePositions * (kByChannels ? 1 : kCluster);
-    return kChannelUnits * kShares * ceil_div(args.positions(), of_unit);
+    const int tiles = kInPlanes ? args.N * tiles_of_sample(args) : ceil_div(args.positions(), kTilePositions);
+    return kChannelUnits * kShares * ceil_div(tiles, kByChannels ? 1 : kCluster);
   }
 
 #if TENSOR_CORE_WGMMA
 
-  // A block's tile, and which share of its steps, `from` … `to`.
+  static constexpr uint16_t kAll = (1 << kCluster) - 1;  // blocks of a cluster
+
+  // A block's tile, positions up to `end`, and which share of its steps, `from` … `to`. In planes: of sample
+  // n, from in_sample on; maybe none.
   struct Tile {
-    int channel_block, position, share;
-    __device__ __forceinline__ Tile(int unit, int rank)
+    int channel_block, position, share, end, n = 0, in_sample = 0;
+    __device__ __forceinline__ Tile(const Arguments& args, int unit, int rank)
         : channel_block(unit % kChannelUnits * (kByChannels ? kCluster : 1) + (kByChannels ? rank : 0)),
           position(
               (unit / (kChannelUnits * kShares) * (kByChannels ? 1 : kCluster) + (kByChannels ? 0 : rank)) *
               kTilePositions),
-          share(unit / kChannelUnits % kShares) {}
+          share(unit / kChannelUnits % kShares), end(args.positions()) {
+      if constexpr (kInPlanes) {
+        const int tile = position / kTilePositions, S = args.sample(), of_sample = tiles_of_sample(args);
+        n = tile / of_sample, in_sample = (tile - n * of_sample) * kTilePositions;
+        position = n * S + in_sample, end = n < args.N ? (n + 1) * S : 0;
+      }
+    }
     __device__ __forceinline__ int from() const { return share * kSteps / kShares; }
     __device__ __forceinline__ int to() const { return (share + 1) * kSteps / kShares; }
   };
@@ -103,34 +119,53 @@ struct StreamSm90 : Conv {
     }
   };
 
+  // Of a group of channels from `channel` on what a tile meets, 64 positions behind the other, or the block's
+  // part of that, for all of a cluster.
+  static __device__ __forceinline__ void fetch_planes(uint8_t* there, const Tile& tile, const Image& planes,
+                                                      uint64_t* full, int channel, int rank) {
+    constexpr int kFetchers = kByChannels ? kCluster : 1;
+#pragma unroll 1
+    for (int i = kByChannels ? rank : 0; i < kTilePositions / 64; i += kFetchers) {
+      uint8_t* const to = there + i * 64 * kGroup * 2;
+      if constexpr (kByChannels)
+        copy_planes(to, planes, full, channel, tile.in_sample + i * 64, tile.n, kAll);
+      else copy_planes(to, planes, full, channel, tile.in_sample + i * 64, tile.n);
+    }
+  }
+
+  // One thread: a stage begins, with the weights of a step.
+  static __device__ __forceinline__ void begin_stage(const Arguments& args, const Tile& tile, int step,
+                                                     uint8_t* stage, uint64_t* full, int rank) {
+    const int slabs = step < kSteps - 1 ? kSlabs : kLastSlabs, bytes = slabs * kWeightBytes;
+    const uint8_t* const weights =
+        reinterpret_cast<const uint8_t*>(args.packed_weight) +
+        (int64_t(tile.channel_block) * (kGroups * kCopies) + int64_t(step) * kSlabs) * kWeightBytes;
+    arrive(full, slabs * (kWeightBytes + kImageBytes));
+    if constexpr (kCluster > 1 && !kByChannels)
+      copy_bulk(stage + rank * (bytes / kCluster), weights + rank * (bytes / kCluster), bytes / kCluster,
+                full, kAll);
+    else copy_bulk(stage, weights, bytes, full);
+  }
+
   // One thread: fills stages, tile by tile, step by step.
   static __device__ __forceinline__ void produce(const Arguments& args, const Image& image,
                                                  const Barriers& barriers, uint8_t* shared, int rank) {
-    constexpr uint16_t kAll = (1 << kCluster) - 1;
-    constexpr bool kSharesWeights = kCluster > 1 && !kByChannels;
     PipelineState<kStages> next;
     const int clusters = gridDim.x / kCluster, S = args.sample();
     for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
-      const Tile tile(unit, rank);
+      const Tile tile(args, unit, rank);
       const int from = tile.position + (kByChannels ? rank * kFetched : 0), row = from / args.OW;
       const auto begins = [&](int d, int at) { return at * args.walk.stride[d] - args.walk.before[d]; };
       const Pixel first{from / S, begins(0, row / args.OH % args.OD), begins(1, row % args.OH),
                         begins(2, from % args.OW)};
-      const uint8_t* const weights = reinterpret_cast<const uint8_t*>(args.packed_weight) +
-                                     int64_t(tile.channel_block) * (kGroups * kCopies) * kWeightBytes;
 #pragma unroll 1
       for (int i = tile.from(); i < (Pool::kArea - 1) * kSteps + tile.to(); i++, next.advance()) {
         const int element = i / kSteps, step = i % kSteps;
         uint8_t* const stage = shared + next.stage * kStageBytes;
         uint64_t* const full = barriers.full + next.stage;
-        const int slabs = step < kSteps - 1 ? kSlabs : kLastSlabs, bytes = slabs * kWeightBytes;
-        const uint8_t* const of_step = weights + int64_t(step) * (kSlabs * kWeightBytes);
+        const int slabs = step < kSteps - 1 ? kSlabs : kLastSlabs;
         await(barriers.empty + next.stage, next.parity ^ 1);
-        arrive(full, slabs * (kWeightBytes + kImageBytes));
-        if constexpr (kSharesWeights)
-          copy_bulk(stage + rank * (bytes / kCluster), of_step + rank * (bytes / kCluster), bytes / kCluster,
-                    full, kAll);
-        else copy_bulk(stage, of_step, bytes, full);
+        begin_stage(args, tile, step, stage, full, rank);
 #pragma unroll 1
         for (int j = 0; j < slabs; j++) {
           const int slab = step * kSlabs + j, copy = slab % kCopies;
@@ -142,7 +177,8 @@ struct StreamSm90 : Conv {
                           offset(1, line % Filter::kHeight, row % Pool::kHeight),
                           offset(2, copy % kCopiesOfLine, element % Pool::kWidth)};
           uint8_t* const there = stage + kImageAt + j * kImageBytes;
-          if constexpr (kByChannels)
+          if constexpr (kInPlanes) fetch_planes(there, tile, image, full, slab * kGroup, rank);
+          else if constexpr (kByChannels)
             copy_image(there + rank * kFetched * kGroup * 2, image, full, slab / kCopies * kGroup, first, to,
                        kAll);
           else copy_image(there, image, full, slab / kCopies * kGroup, first, to);
@@ -161,9 +197,11 @@ struct StreamSm90 : Conv {
 #pragma unroll
       for (int product = 0; product < kProducts; product++) {
         const int slab = i / kOfSlab, at = i % kOfSlab * (kDepth / 8);  // units
-        multiply_add<operand_t>(sums, weights + slab * (kWeightBytes / 16) + at + Conv::of_weight(product),
-                                image + slab * (kImageBytes / 16) + at + Conv::of_image(product),
-                                accumulate || i + product > 0);
+        multiply_add<operand_t, kInPlanes>(
+            sums, weights + slab * (kWeightBytes / 16) + at + Conv::of_weight(product),
+            image + slab * (kImageBytes / 16) + (kInPlanes ? i % kOfSlab * 128 : at) +
+                Conv::of_image(product),
+            accumulate || i + product > 0);
       }
     commit_products();
   }
@@ -232,17 +270,17 @@ struct StreamSm90 : Conv {
     constexpr int kRow = kGroup * 2;  // bytes
     const uint32_t address = shared_address(shared);
     const uint64_t weights = describe_swizzled<kGroup>(address + (kHalves ? 0 : consumer * 64 * kRow));
-    const uint64_t image =
-        describe_swizzled<kGroup>(address + kImageAt + (kHalves ? consumer * kColumns * kRow : 0));
+    const uint32_t own = address + kImageAt + (kHalves ? consumer * kColumns * kRow : 0);
+    const uint64_t image = kInPlanes ? describe_swizzled_transposed(own) : describe_swizzled<kGroup>(own);
     PipelineState<kStages> next;
     uint8_t* const staging = shared + kStagingAt + warp * kWarpBytes;
     const int clusters = gridDim.x / kCluster;
 #pragma unroll 1
     for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
-      const Tile tile(unit, rank);
+      const Tile tile(args, unit, rank);
       store::Patch patch;
       patch.position = tile.position + (kHalves ? consumer * kColumns : 0);
-      patch.columns = min(args.positions() - patch.position, kColumns);
+      patch.columns = min(tile.end - patch.position, kColumns);
       patch.channel = tile.channel_block * kBlockChannels + (kHalves ? 0 : consumer * 64) + warp % 4 * 16;
       float sums[kTiles][4];
       if constexpr (!kPools) {

@@ -409,21 +409,21 @@ __device__ __forceinline__ void multiply_add(float (&d)[16][4], const uint32_t (
                                              bool accumulate = true) {
   WGMMA_OF_OPERAND(128, "%69", "{%64, %65, %66, %67}, %68, accumulate, 1, 1, 0", FRAGMENT(a), "l"(b));
 }
-template <class Operand = half_t>
+template <class Operand = half_t, int kTransposed = 0>
 __device__ __forceinline__ void multiply_add(float (&d)[16][4], uint64_t a, uint64_t b,
                                              bool accumulate = true) {
-  WGMMA_OF_OPERAND(128, "%66", "%64, %65, accumulate, 1, 1, 0, 0", "l"(a), "l"(b));
+  WGMMA_OF_OPERAND(128, "%67", "%64, %65, accumulate, 1, 1, 0, %66", "l"(a), "l"(b), "n"(kTransposed));
 }
 
-template <class Operand = half_t>
+template <class Operand = half_t, int kTransposed = 0>
 __device__ __forceinline__ void multiply_add(float (&d)[24][4], uint64_t a, uint64_t b,
                                              bool accumulate = true) {
-  WGMMA_OF_OPERAND(192, "%98", "%96, %97, accumulate, 1, 1, 0, 0", "l"(a), "l"(b));
+  WGMMA_OF_OPERAND(192, "%99", "%96, %97, accumulate, 1, 1, 0, %98", "l"(a), "l"(b), "n"(kTransposed));
 }
-template <class Operand = half_t>
+template <class Operand = half_t, int kTransposed = 0>
 __device__ __forceinline__ void multiply_add(float (&d)[32][4], uint64_t a, uint64_t b,
                                              bool accumulate = true) {
-  WGMMA_OF_OPERAND(256, "%130", "%128, %129, accumulate, 1, 1, 0, 0", "l"(a), "l"(b));
+  WGMMA_OF_OPERAND(256, "%131", "%128, %129, accumulate, 1, 1, 0, %130", "l"(a), "l"(b), "n"(kTransposed));
 }
 
 #undef WGMMA_OF_OPERAND

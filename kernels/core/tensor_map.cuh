@@ -1,6 +1,6 @@
-// Images in global memory as the copy engine sees them: it gathers what a filter's tap meets at many of its
-// positions, across rows and samples, with zeros outside of an image. From sm_90 on. tests/emulation has a
-// version without a GPU.
+// Arrays in global memory as the copy engine sees them: of images it gathers what a filter's tap meets at
+// many of its positions, across rows and samples, with zeros outside of an image; of planes it takes runs.
+// From sm_90 on. tests/emulation has a version without a GPU.
 #pragma once
 #include <cuda.h>
 
@@ -25,6 +25,14 @@ template <int kDepth> __device__ __forceinline__ uint64_t describe_swizzled(uint
          kKind << 62;
 }
 
+// Describes B, of multiply_add<Operand, 1>, of which 64 columns of a value of k lie side by side, 128 bytes,
+// those of the next k behind them, swizzled as above, and the next 64 columns behind so many of 64 k. Adding
+// 128 moves on by 16 values of k.
+__device__ __forceinline__ uint64_t describe_swizzled_transposed(uint32_t address) {
+  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(64 * 128 >> 4) << 16 | uint64_t(8 * 128 >> 4) << 32 |
+         uint64_t(1) << 62;
+}
+
 // A filter's stride, what of its padding lies before an image and behind it, and its dilation: of planes, of
 // rows, of columns.
 struct Walk {
@@ -40,17 +48,36 @@ template <int kDims, int kChannels> struct ImageMap {
   CUtensorMap map;
 };
 
-template <int kDims, int kChannels, class Operand>
-ImageMap<kDims, kChannels> image_map(const Operand* x, int64_t N, int64_t D, int64_t H, int64_t W, int64_t C,
-                                     const int (&taps)[3], const Walk& walk, int positions, int folded = 1) {
+// A function of the driver by its name. Throws std::runtime_error.
+template <class Function> Function* driver_function(const char* name) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-  cudaGetDriverEntryPointByVersion("cuTensorMapEncodeIm2col", &found, 12000, cudaEnableDefault, &result);
+  cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
 #else
-  cudaGetDriverEntryPoint("cuTensorMapEncodeIm2col", &found, cudaEnableDefault, &result);
+  cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
 #endif
-  if (!found) throw std::runtime_error("the driver knows no cuTensorMapEncodeIm2col");
+  if (!found) throw std::runtime_error(std::string("the driver knows no ") + name);
+  return reinterpret_cast<Function*>(found);
+}
+template <class Operand>
+constexpr auto kOperandType =
+    std::is_same_v<Operand, half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+
+// Throws std::runtime_error where `status` isn't success; else mends a map of an array of so many bytes:
+// drivers up to CUDA 13.1 mark small ones wrongly. CUTLASS clears the same bit.
+inline void finish_map(CUtensorMap& map, CUresult status, int64_t bytes) {
+  if (status != CUDA_SUCCESS)
+    throw std::runtime_error("the driver refuses an array's sizes: " + std::to_string(int(status)));
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver <= 13010 && bytes < 131072)
+    reinterpret_cast<uint64_t*>(&map)[1] &= ~(uint64_t(1) << 21);
+}
+
+template <int kDims, int kChannels, class Operand>
+ImageMap<kDims, kChannels> image_map(const Operand* x, int64_t N, int64_t D, int64_t H, int64_t W, int64_t C,
+                                     const int (&taps)[3], const Walk& walk, int positions, int folded = 1) {
+  const auto encode = driver_function<decltype(cuTensorMapEncodeIm2col)>("cuTensorMapEncodeIm2col");
   ImageMap<kDims, kChannels> image;
   const int64_t extents[] = {D, H, W};
   // Channels, then columns, rows and planes, then samples. Of the pixels that a filter's first tap meets:
@@ -69,19 +96,32 @@ ImageMap<kDims, kChannels> image_map(const Operand* x, int64_t N, int64_t D, int
   constexpr auto kSwizzle = kChannels == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
                             : kChannels == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
                                               : CU_TENSOR_MAP_SWIZZLE_32B;
-  const auto type =
-      std::is_same_v<Operand, half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeIm2col)>(found)(
-      &image.map, type, kDims + 2, const_cast<Operand*>(x), sizes, pitches, first, last, kChannels, positions,
-      strides, CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS)
-    throw std::runtime_error("cuTensorMapEncodeIm2col refuses the sizes: " + std::to_string(int(status)));
-  // Drivers up to CUDA 13.1 mark small tensors wrongly; CUTLASS clears the same bit.
-  int driver = 0;
-  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver <= 13010 && N * D * H * W * C * 2 < 131072)
-    reinterpret_cast<uint64_t*>(&image.map)[1] &= ~(uint64_t(1) << 21);
+  const CUresult status =
+      encode(&image.map, kOperandType<Operand>, kDims + 2, const_cast<Operand*>(x), sizes, pitches, first,
+             last, kChannels, positions, strides, CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  finish_map(image.map, status, N * D * H * W * C * 2);
   return image;
+}
+
+// Planes (N, C, S) of Operand, S a multiple of 8, which begin at a multiple of 16 bytes. A copy takes 64
+// positions, from a multiple of 8 on, of 64 channels, as describe_swizzled_transposed has them.
+struct PlanesMap {
+  CUtensorMap map;
+};
+
+template <class Operand> PlanesMap planes_map(const Operand* x, int64_t N, int64_t C, int64_t S) {
+  const auto encode = driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+  PlanesMap planes;
+  const cuuint64_t sizes[] = {cuuint64_t(S), cuuint64_t(C), cuuint64_t(N)},
+                   pitches[] = {cuuint64_t(S * 2), cuuint64_t(C * S * 2)};
+  const cuuint32_t box[] = {64, 64, 1}, strides[] = {1, 1, 1};
+  const CUresult status =
+      encode(&planes.map, kOperandType<Operand>, 3, const_cast<Operand*>(x), sizes, pitches, box, strides,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  finish_map(planes.map, status, N * C * S * 2);
+  return planes;
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -141,6 +181,25 @@ __device__ __forceinline__ void copy_image(void* shared, const ImageMap<3, kChan
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10}, %11;" ::"r"(shared_address(shared)),
       "l"(&image.map), "r"(shared_address(barrier)), "r"(channel), "r"(first.column), "r"(first.row),
       "r"(first.plane), "r"(first.n), "h"(tap.columns), "h"(tap.rows), "h"(tap.planes), "h"(blocks)
+      : "memory");
+}
+
+// 64 positions of sample n, from `position` on, of 64 channels from `channel` on, to `shared`, as copy_image
+// does; zeros for those that aren't there.
+__device__ __forceinline__ void copy_planes(void* shared, const PlanesMap& planes, uint64_t* barrier,
+                                            int channel, int position, int n) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(shared)),
+      "l"(&planes.map), "r"(shared_address(barrier)), "r"(position), "r"(channel), "r"(n)
+      : "memory");
+}
+__device__ __forceinline__ void copy_planes(void* shared, const PlanesMap& planes, uint64_t* barrier,
+                                            int channel, int position, int n, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(shared)),
+      "l"(&planes.map), "r"(shared_address(barrier)), "r"(position), "r"(channel), "r"(n), "h"(blocks)
       : "memory");
 }
 

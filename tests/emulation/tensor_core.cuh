@@ -142,12 +142,39 @@ void multiply_add(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b, boo
   }
   emulation::products(d, a, of_b[0], kTiles, std::is_same_v<Operand, bfloat16_t>);
 }
-template <class Operand = half_t, int kTiles>
+// The same where 64 columns of a value of k lie side by side, 128 bytes, swizzled, and the next 64 behind 64 k.
+inline uint64_t describe_swizzled_transposed(uint32_t address) {
+  if (address % 1024) emulation::failure = "a swizzled operand that is not aligned";
+  return address >> 4;
+}
+inline uint32_t described_swizzled_transposed(uint64_t operand, int half, int column) {
+  uint16_t two[2] = {};
+  for (int i = 0; i < 2; i++) {
+    const uint32_t k = emulation::lane() % 4 * 2 + half * 8 + i,
+                   at = uint32_t(operand) * 16 + column / 64 * 8192 + k * 128 + column % 64 * 2;
+    const char* const from = shared_pointer(at ^ (at >> 3 & 112));
+    if (emulation::is_shared(from, 2)) memcpy(two + i, from, 2);
+    else emulation::failure = "an operand that is not in shared memory";
+  }
+  return two[0] | uint32_t(two[1]) << 16;
+}
+template <class Operand = half_t, int kTransposed = 0, int kTiles>
 void multiply_add(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate = true) {
   const int row = threadIdx.x / 32 % 4 * 16 + emulation::lane() / 4;
   const uint32_t of_a[] = {described(a, 0, row), described(a, 0, row + 8), described(a, 1, row),
                            described(a, 1, row + 8)};
-  multiply_add<Operand>(d, of_a, b, accumulate);
+  if constexpr (kTransposed) {
+    uint32_t of_b[kTiles][2];
+    for (int j = 0; j < kTiles; j++) {
+      const int column = 8 * j + emulation::lane() / 4;
+      of_b[j][0] = described_swizzled_transposed(b, 0, column);
+      of_b[j][1] = described_swizzled_transposed(b, 1, column);
+      if (!accumulate) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0;
+    }
+    emulation::products(d, of_a, of_b[0], kTiles, std::is_same_v<Operand, bfloat16_t>);
+  } else {
+    multiply_add<Operand>(d, of_a, b, accumulate);
+  }
 }
 
 // Likewise where planes of 8 columns lie so far apart, in a plane those of each k side by side.

@@ -71,4 +71,28 @@ void copy_image(void* shared, const ImageMap<kDims, kChannels>& image, uint64_t*
   copy_image(shared, image, barrier, channel, first, tap);
 }
 
+struct PlanesMap {
+  const uint16_t* x;
+  int64_t N, C, S;
+};
+template <class Operand> PlanesMap planes_map(const Operand* x, int64_t N, int64_t C, int64_t S) {
+  if (uintptr_t(x) % 16 || S % 8) throw std::runtime_error("planes that the copy engine can't read");
+  return {reinterpret_cast<const uint16_t*>(x), N, C, S};
+}
+inline void copy_planes(void* shared, const PlanesMap& planes, uint64_t* barrier, int channel, int position, int n) {
+  if (shared_address(shared) % 1024) emulation::failure = "a swizzled operand that is not aligned";
+  if (position % 8) emulation::failure = "planes from no multiple of 16 bytes on";
+  const auto& [x, N, C, S] = planes;
+  std::vector<uint16_t> box(64 * 64, 0);
+  for (int row = 0; row < 64; row++)
+    for (int i = 0; i < 64; i++)
+      if (n < N && channel + row < C && position + i < S)
+        box[row * 64 + swizzled<64>(row, i / 8) * 8 + i % 8] = x[(n * C + channel + row) * S + position + i];
+  emulation::copy_bulk(shared, box.data(), int(box.size() * 2), barrier);
+}
+inline void copy_planes(void* shared, const PlanesMap& planes, uint64_t* barrier, int channel, int position, int n,
+                        uint16_t) {
+  copy_planes(shared, planes, barrier, channel, position, n);
+}
+
 }  // namespace tensor_core
