@@ -128,7 +128,7 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
         monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", "fused")
         monkeypatch.setattr(choice, "stream_loses", lambda *_: None)
         monkeypatch.setattr(choice, "taps_lose", lambda *_, **__: None)
-        monkeypatch.setattr(choice, "narrow_loses", lambda *_: None)
+        monkeypatch.setattr(choice, "narrow_loses", lambda *_, **__: None)
         monkeypatch.setattr(choice, "wide_loses", lambda *_: False)
         monkeypatch.setattr(choice, "FEW_CHANNELS", 0)  # wide, too, takes those
         monkeypatch.setattr(choice, "inside_loses", lambda *_: False)

@@ -199,7 +199,7 @@ def by_our_own(gpu, on_the_cpu, monkeypatch):  # noqa: F811
         def text():
             gpu()
             monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
-            monkeypatch.setattr(choice, "narrow_loses", lambda *_: None)
+            monkeypatch.setattr(choice, "narrow_loses", lambda *_, **__: None)
             monkeypatch.setattr(choice, "WIDE_LIBRARY", math.inf)
             monkeypatch.setattr(choice, "inside_loses", lambda start, *_: behind and start == choice.SECOND)
             model, x = Model(*given), torch.empty(shape, device="meta")
@@ -254,7 +254,7 @@ def test_no_convolution_is_more_exact_than_eagers(tf32, gpu, monkeypatch):  # no
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: tf32)
     monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
     monkeypatch.setattr(choice, "stream_loses", lambda *_: None)
-    monkeypatch.setattr(choice, "narrow_loses", lambda *_: None)
+    monkeypatch.setattr(choice, "narrow_loses", lambda *_, **__: None)
     x = torch.empty(2, 12, 14, 22, device="meta")
     found = export.generated(Activated(12, 24, 0.5), x, "cuda", by_our_own=True)
     assert ("narrow2d" in found.source) != tf32 and ("TF32" in found.chosen_for) == tf32
