@@ -445,7 +445,7 @@ def test_what_taps_leave(device, monkeypatch):
         assert found is says or says in found
 
 
-@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d", "stream"])
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d", "one_tap", "stream"])
 def test_a_second_input(mainloop, device, monkeypatch):
     filters, size = FILTERS.get(mainloop, FILTERS["wide"])[1]
     device(900 if mainloop == "stream" else 800), only_through(mainloop, monkeypatch)
@@ -674,7 +674,7 @@ def test_names_that_the_text_has_itself(device):
     assert_rule(model, numerics.random_input((2, 3, 6, 9)))
 
 
-@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d"])
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d", "one_tap"])
 def test_result_in_another_dtype(mainloop, device, monkeypatch):
     """As autocast has them."""
     filters, size = FILTERS[mainloop][0]
@@ -706,6 +706,9 @@ KEPT = {
         ("an input", (40, 24, 2, 3, 2), (4, 5, 7)),
         ("v", (40, 24, 3, 3), (8, 21)),
         ("a mask", (130, 17, 1, 2), (3, 67)),
+        ("v", (20, 3, 1, 1), (5, 21)),
+        ("a mask", (33, 17, 1, 1, 1), (3, 5, 67)),
+        ("an input", (33, 17, 1, 1), (25, 26)),
     ],
     ids=str,
 )
@@ -766,7 +769,7 @@ def assert_gradients(model, x, case, plan, found):
         torch.testing.assert_close(ours.double(), theirs.view_as(ours), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d", "stream", "wide"])
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d", "one_tap", "stream", "wide"])
 def test_a_relu_in_16_bits(mainloop, device, monkeypatch):
     """Nothing is kept but y, which is there anyway, and of which backward has the mask."""
     device(900), only_through(mainloop, monkeypatch)
