@@ -113,21 +113,22 @@ def test_bounds_of_rules_are_scaled():
 
 
 def test_stream_s_times_are_scaled():
-    sizes, how = (
-        ((32, 256, 28, 28), (256, 256, 3, 3), 32 * 26 * 26, 2),
-        choice.Streamed(packs=False, last=True, inside=True),
-    )
-    columns, _, time = choice.stream_tile(*sizes[1:], H200, how)
-    slow = H200._replace(scale=choice.Scale(0.5, 0.5, 1))
+    sizes = choice.Shapes((32, 256, 28, 28), (256, 256, 3, 3), 32 * 26 * 26, 2, H200)
+    how = choice.Streamed(packs=False, last=True, inside=True)
+
+    def on(*scale: float) -> choice.Shapes:
+        return sizes._replace(device=H200._replace(scale=choice.Scale(*scale)))
+
+    columns, _, time = choice.stream_tile(sizes, how)
     start = choice.STREAM_TILES[2][columns][0]
-    assert choice.stream_tile(*sizes[1:], slow, how) == (
+    assert choice.stream_tile(on(0.5, 0.5, 1), how) == (
         columns,
         1,
         pytest.approx(start + 2 * (time - start)),
     )
-    assert "faster at such sizes" in choice.stream_loses(*sizes, H200, how)
-    for scale in (choice.Scale(1, 0.05, 1), choice.Scale(1, 1, 0.05)):  # the library's products; v's way
-        assert choice.stream_loses(*sizes, H200._replace(scale=scale), how) is None
+    assert "faster at such sizes" in choice.stream_loses(sizes, how)
+    for scale in ((1, 0.05, 1), (1, 1, 0.05)):  # the library's products; v's way
+        assert choice.stream_loses(on(*scale), how) is None
 
 
 def test_plan_says_that_times_are_scaled(gpu, monkeypatch):

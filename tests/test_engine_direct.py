@@ -441,7 +441,7 @@ def test_what_taps_leave(device, monkeypatch):
     monkeypatch.undo()
     for outputs, channels, says in ((3, 128, None), (14, 16, "stream is faster"), (3, 24, "the library")):
         sizes = (2, channels, 300, 300), (outputs, channels, 3, 3), 2 * 300 * 300, 2
-        found = choice.taps_lose(*sizes, H200, choice.Streamed(packs=False, last=True))
+        found = choice.taps_lose(choice.Shapes(*sizes, H200), choice.Streamed(packs=False, last=True))
         assert found is says or says in found
 
 
@@ -609,14 +609,14 @@ def record_of_stream():
         N, channels, C, extent, filter, stride, padding, dilation = [*row.values()][:8]
         to = (extent + 2 * padding - dilation * (filter - 1) - 1) // stride + 1
         for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
-            sizes = (N, channels, extent, extent), (C, channels, filter, filter), N * to * to, itemsize
-            yield sizes, row[dtype]
+            image, filters = (N, channels, extent, extent), (C, channels, filter, filter)
+            yield choice.Shapes(image, filters, N * to * to, itemsize, H200), row[dtype]
 
 
 def test_stream_s_columns():
     """They are the fastest of those recorded, or nearly."""
     for sizes, times in record_of_stream():
-        columns, _, products = choice.stream_tile(*sizes[1:], H200, choice.Streamed())
+        columns, _, products = choice.stream_tile(sizes, choice.Streamed())
         best = min(time for name, time in times.items() if name in ("256x2", "192x2", "128x2"))
         assert times[f"{columns}x2"] <= 1.04 * best, sizes
         assert products == pytest.approx(
@@ -629,9 +629,10 @@ def test_where_stream_is_taken():
     for sizes, times in record_of_stream():
         fastest = min(time for name, time in times.items() if name in ("256x2", "192x2", "128x2"))
         packing = sum(times["kernels"].values()) - times["kernels"]["products"]
-        v = sizes[2] * sizes[1][0] * sizes[3]
+        v = sizes.positions * sizes.filters[0] * sizes.itemsize
         theirs = times["library"] + 2 * v / choice.PASS_BYTES
-        loses = choice.stream_loses(*sizes, H200, choice.Streamed(packs=sizes[3] == 4, last=sizes[3] == 2))
+        halves = sizes.itemsize == 2
+        loses = choice.stream_loses(sizes, choice.Streamed(packs=not halves, last=halves))
         assert loses is None or fastest > 0.8 * theirs, sizes
         assert loses or fastest - packing < theirs, sizes
 
@@ -949,15 +950,16 @@ def test_stream_from_capability_8(filters, name, settings, size, dtype, device):
 
 def test_times_by_mma_sync():
     """Half of an H200's tensor cores take no longer than they are said to; a quarter, twice as long."""
-    filters, how = (256, 256, 3, 3), choice.Streamed(shared=True)
-    times = [
-        choice.stream_tile(filters, 1 << 17, 2, H200._replace(capability=capability), how).microseconds
-        for capability in ((9, 0), (8, 0), (8, 6))
-    ]
+    how = choice.Streamed(shared=True)
+
+    def tile(positions: int, capability: tuple) -> choice.StreamTile:
+        filters, device = (256, 256, 3, 3), H200._replace(capability=capability)
+        return choice.stream_tile(choice.Shapes((), filters, positions, 2, device), how)
+
+    times = [tile(1 << 17, capability).microseconds for capability in ((9, 0), (8, 0), (8, 6))]
     start = choice.GATHERED_TILES[0]
     assert times[0] < times[1] and 1.6 * (times[1] - start) < times[2] - start < 2 * (times[1] - start)
-    few = choice.stream_tile(filters, 1 << 9, 2, H200._replace(capability=(8, 0)), how)
-    assert few.shares > 1
+    assert tile(1 << 9, (8, 0)).shares > 1
 
 
 def test_a_filter_that_fits_only_in_much_shared_memory(device, monkeypatch):

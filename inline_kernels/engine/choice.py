@@ -223,6 +223,24 @@ class Streamed(NamedTuple):
     plane: int = 0
 
 
+class Shapes(NamedTuple):
+    """Of a convolution: shapes of x and of the filters; positions of all of v; bytes of a value; the GPU, a tiling.Device."""
+
+    image: Sequence[int]
+    filters: Sequence[int]
+    positions: int
+    itemsize: int
+    device: object
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.filters[2:])
+
+    def moving(self, values: float) -> float:
+        """Microseconds of so many values, read or written once."""
+        return values * self.itemsize / (PASS_BYTES * self.device.scale.memory)
+
+
 class StreamTile(NamedTuple):
     """The fastest: its columns, in how many shares its products are computed, and the microseconds of all products."""
 
@@ -253,13 +271,12 @@ def _pixel(channels: int, split: bool) -> int:
     return -(-channels // 8) * 8 * (1 + split)
 
 
-def stream_tile(filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed) -> StreamTile:
-    """positions: of all of v. device: a tiling.Device."""
+def stream_tile(sizes: Shapes, how: Streamed) -> StreamTile:
     if how.folded == VIEWS:
         return StreamTile(VIEWS_POSITIONS, 1, how.views)
-    if device.capability != (9, 0):
-        return _gathered_tile(filters, positions, device, how)
-    outputs, channels, *kernel = filters
+    if sizes.device.capability != (9, 0):
+        return _gathered_tile(sizes, how)
+    (outputs, channels, *kernel), positions, device = sizes.filters, sizes.positions, sizes.device
     block = 128 if outputs > 64 else 64
     folded = max(how.folded, 1)
     row, copies = _pixel(channels, how.split) * folded, math.prod(kernel) // folded
@@ -267,7 +284,7 @@ def stream_tile(filters: Sequence[int], positions: int, itemsize: int, device, h
     copies *= -(-row // group)
     steps, results = -(-copies // (64 // group)), positions * outputs
     found = []
-    for columns, (start, tile, step) in (SPLIT_TILES if how.split else STREAM_TILES[itemsize]).items():
+    for columns, (start, tile, step) in (SPLIT_TILES if how.split else STREAM_TILES[sizes.itemsize]).items():
         if how.reduces and columns > 128:
             continue
         of_tile = min(columns, 192 if block == 64 else columns) * 128 // block
@@ -297,9 +314,9 @@ def _summing(shares: int, results: int, device) -> float:
     return SUMMING_START + 4 * shares * results / (PASS_BYTES * device.scale.memory)
 
 
-def _gathered_tile(filters: Sequence[int], positions: int, device, how: Streamed) -> StreamTile:
+def _gathered_tile(sizes: Shapes, how: Streamed) -> StreamTile:
     """Of kernels/conv/stream_sm80.cuh: GATHERED_BLOCKS tiles of a multiprocessor at a time."""
-    outputs, channels, *kernel = filters
+    (outputs, channels, *kernel), positions, device = sizes.filters, sizes.positions, sizes.device
     block, row = 128 if outputs > 64 else 64, _pixel(channels, how.split) * how.folded
     group = 32 if row > 16 else 16
     steps = -(-(-(-row // group) * math.prod(kernel) // how.folded) // (32 // group))
@@ -320,16 +337,15 @@ def _tensor_cores(device) -> float:
     return TENSOR_CORES.get(device.capability, 0.25)
 
 
-def stream_microseconds(
-    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
-) -> float:
+def stream_microseconds(sizes: Shapes, how: Streamed) -> float:
     """Of stream's products and of what packs for them."""
-    products = stream_tile(filters, positions, itemsize, device, how).microseconds * how.passes
+    image, filters, positions, itemsize, device = sizes
+    products = stream_tile(sizes, how).microseconds * how.passes
     of_x = math.prod(image)
-    if math.prod(filters[2:]) == 1:  # pixels that it meets are packed, but neighbours read
+    if sizes.taps == 1:  # pixels that it meets are packed, but neighbours read
         of_x = min(of_x, 2 * positions * filters[1])
-    if math.prod(filters[2:]) == 1 and itemsize == 2 and not how.last:
-        moved = (of_x + positions * filters[0]) * itemsize / (PASS_BYTES * device.scale.memory)
+    if sizes.taps == 1 and itemsize == 2 and not how.last:
+        moved = sizes.moving(of_x + positions * filters[0])
         products = max(products, moved) * (ODD_STORED if positions // image[0] % 2 else 1)
         of_x *= UNALIGNED_PACKED if math.prod(image[2:]) % 8 else 1
     packs = (how.packs or how.folded == VIEWS) and not how.plane
@@ -339,21 +355,19 @@ def stream_microseconds(
     return products + launches * PACKING_START + moved
 
 
-def taps_microseconds(
-    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
-) -> float:
+def taps_microseconds(sizes: Shapes, how: Streamed) -> float:
     """Of kernels/conv/taps.cuh, with what packs for it and what adds its products."""
-    outputs, channels, *kernel = filters
+    image, (outputs, channels, *kernel), positions, itemsize, device = sizes
     terms, pixels = outputs * math.prod(kernel), image[0] * math.prod(image[2:])
     spread, how = (terms, channels, *[1] * len(kernel)), how._replace(folded=1, shared=False)
     moved = 8 * terms * pixels + itemsize * outputs * positions
-    ours = stream_microseconds(image, spread, pixels, itemsize, device, how)
+    ours = stream_microseconds(sizes._replace(filters=spread, positions=pixels), how)
     return ours + SUMMING_START + moved / (PASS_BYTES * device.scale.memory)
 
 
-def _librarys_rate(image: Sequence[int], filters: Sequence[int], itemsize: int, how: Streamed) -> float:
+def _librarys_rate(sizes: Shapes, how: Streamed) -> float:
     """Multiplications and additions a microsecond of the library's convolution; how.split: where it runs no TF32."""
-    split = how.split
+    image, filters, itemsize, split = sizes.image, sizes.filters, sizes.itemsize, how.split
 
     def computed(count: int, at_once: int) -> float:
         return -(-count // at_once) * at_once / count
@@ -389,16 +403,16 @@ def _librarys_rate(image: Sequence[int], filters: Sequence[int], itemsize: int, 
     return max(rate, LIBRARY_ONE_CHANNEL) if channels == 1 and len(kernel) == 2 else rate
 
 
-def _librarys_products(image, filters, positions: int, itemsize: int, device, how: Streamed) -> float:
+def _librarys_products(sizes: Shapes, how: Streamed) -> float:
     """Their microseconds."""
-    outputs, channels, *kernel = filters
+    _, (outputs, channels, *kernel), positions, itemsize, device = sizes
     sums = 2 * channels * math.prod(kernel)
     tiles = -(-positions // LIBRARY_TILE) * -(-outputs // LIBRARY_TILE)
     if len(kernel) == 2 and itemsize == 4 and not how.split and (outputs % 4 or channels % 4):
         turns = -(-tiles // device.multiprocessors)
         rate = LIBRARY_UNALIGNED * device.scale.clock * _tensor_cores(device)
         return turns * LIBRARY_TILE**2 * sums / rate
-    rate = _librarys_rate(image, filters, itemsize, how) * device.scale.compute
+    rate = _librarys_rate(sizes, how) * device.scale.compute
     rate *= 1 if how.split else _tensor_cores(device)
     products = positions * outputs * sums / rate
     if len(kernel) == 3 or itemsize == 2 or how.split or 2 * tiles > device.multiprocessors:
@@ -413,78 +427,57 @@ def library_turns(filters: Sequence[int], itemsize: int, forward: bool) -> bool:
     return (filters[1] if by_image else min(filters[:2])) >= LIBRARY_TURNS
 
 
-def by_library(
-    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
-) -> float:
+def by_library(sizes: Shapes, how: Streamed) -> float:
     """Microseconds of the library's convolution, and of passes over v behind it that ours saves."""
-    x, v, bytes_a_time = math.prod(image), positions * filters[0], PASS_BYTES * device.scale.memory
-    moved = (x + math.prod(filters) + v) * itemsize / bytes_a_time
-    products = _librarys_products(image, filters, positions, itemsize, device, how)
+    image, filters, positions, itemsize, device = sizes
+    x, v = math.prod(image), positions * filters[0]
+    moved = sizes.moving(x + math.prod(filters) + v)
+    products = _librarys_products(sizes, how)
     found = LIBRARY_STARTS[itemsize] + max(products, moved)
-    odd = itemsize == 2 and math.prod(filters[2:]) == 1 and positions // image[0] % 2
+    odd = itemsize == 2 and sizes.taps == 1 and positions // image[0] % 2
     longer = UNALIGNED_PACKED if odd and not how.last else 1
     if not how.last and not how.split and library_turns(filters, itemsize, forward=True):
-        found += PACKING_START + 2 * x * itemsize / bytes_a_time * longer
+        found += PACKING_START + sizes.moving(2 * x) * longer
     if how.beside_wide:
         by_wide = wide_microseconds(image, filters, itemsize, how.split, device)
         found = min(found, max(by_wide, LIBRARY_STARTS[itemsize] + moved))
     if how.alone or how.inside:
         return found
-    moved = (how.passes * v + v / how.window) * itemsize * longer
-    return found + how.passes * PACKING_START + moved / bytes_a_time
+    return found + how.passes * PACKING_START + sizes.moving(how.passes * v + v / how.window) * longer
 
 
-def stream_loses(
-    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
-) -> str | None:
+def stream_loses(sizes: Shapes, how: Streamed) -> str | None:
     """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None."""
-    ours = stream_microseconds(image, filters, positions, itemsize, device, how)
-    products = stream_tile(filters, positions, itemsize, device, how).microseconds * how.passes
-    reading = how.passes * pass_microseconds(filters, positions, itemsize, device)
+    ours = stream_microseconds(sizes, how)
+    products = stream_tile(sizes, how).microseconds * how.passes
+    reading = how.passes * pass_microseconds(sizes)
     if how.folded != VIEWS and how.views is not None and how.views + reading < products:
         return "v by views of patches, and passes over it, take less time"
     if how.beside_wide:  # a tile's time is of what is small
-        ours += positions * filters[0] / how.window * itemsize / (PASS_BYTES * device.scale.memory)
-    return library_wins(ours, image, filters, positions, itemsize, device, how)
+        ours += sizes.moving(sizes.positions * sizes.filters[0] / how.window)
+    return library_wins(ours, sizes, how)
 
 
-def taps_lose(
-    image: Sequence[int],
-    filters: Sequence[int],
-    positions: int,
-    itemsize: int,
-    device,
-    how: Streamed,
-    beside_library: bool = True,
-) -> str | None:
+def taps_lose(sizes: Shapes, how: Streamed, beside_library: bool = True) -> str | None:
     """Why not taps; or None. beside_library: may the library win?"""
-    sizes = image, filters, positions, itemsize, device, how
-    ours = taps_microseconds(*sizes)
-    if stream_microseconds(*sizes) <= ours:
+    ours = taps_microseconds(sizes, how)
+    if stream_microseconds(sizes, how) <= ours:
         return "stream is faster at such sizes"
-    return library_wins(ours, *sizes) if beside_library else None
+    return library_wins(ours, sizes, how) if beside_library else None
 
 
-def library_wins(
-    ours: float,
-    image: Sequence[int],
-    filters: Sequence[int],
-    positions: int,
-    itemsize: int,
-    device,
-    how: Streamed,
-) -> str | None:
+def library_wins(ours: float, sizes: Shapes, how: Streamed) -> str | None:
     """Why not a mainloop that takes so many microseconds in stream's place; or None."""
     sure = SURE_INSIDE if how.inside else 1
-    if ours < sure * by_library(image, filters, positions, itemsize, device, how):
+    if ours < sure * by_library(sizes, how):
         return None
     behind = " is" if how.alone else " and a pass behind it are"
     return f"the library's convolution{behind} faster at such sizes"
 
 
-def pass_microseconds(filters: Sequence[int], positions: int, itemsize: int, device) -> float:
+def pass_microseconds(sizes: Shapes) -> float:
     """Of a pass that reads v."""
-    return PACKING_START + positions * filters[0] * itemsize / (PASS_BYTES * device.scale.memory)
+    return PACKING_START + sizes.moving(sizes.positions * sizes.filters[0])
 
 
 def rows_microseconds(image: Sequence[int], filters: Sequence[int], itemsize: int, device) -> float:
@@ -542,11 +535,7 @@ def wide_loses(ours: float, by_stream: float) -> bool:
 
 def narrow_loses(
     products: float,
-    image: Sequence[int],
-    filters: Sequence[int],
-    positions: int,
-    itemsize: int,
-    device,
+    sizes: Shapes,
     how: Streamed,
     copies: bool,
     others: float,
@@ -554,9 +543,8 @@ def narrow_loses(
 ) -> str | None:
     """Why not a mainloop of few channels in, whose products take so many microseconds; or None. how: of stream in its place. copies: is the image first
     copied, with zeros around it? others: microseconds by other mainloops. margin: so many times as fast the library must be expected to be."""
-    moved = 2 * math.prod(image) * itemsize / (PASS_BYTES * device.scale.memory)
-    ours = how.passes * products + (PACKING_START + moved if copies else 0)
-    theirs = by_library(image, filters, positions, itemsize, device, how)
+    copied = PACKING_START + sizes.moving(2 * math.prod(sizes.image)) if copies else 0
+    ours, theirs = how.passes * products + copied, by_library(sizes, how)
     if margin * theirs <= ours:
         return "the library's convolution is faster at such sizes"
     return "another mainloop is faster at such sizes" if others <= ours else None

@@ -185,23 +185,22 @@ class _Turned(NamedTuple):
 
     def loses_anyhow(self, x: Tensor, weight: Tensor) -> bool:
         """Is the library faster, where it takes the longer of its ways, and ours its shorter one?"""
-        return self.microseconds(x, self._streamed(x, False)) >= max(
+        return choice.stream_microseconds(self.sizes(x), self._streamed(x, False)) >= max(
             self.librarys(x, weight, tf32) for tf32 in (False, True)
         )
 
-    def microseconds(self, x: Tensor, how: choice.Streamed) -> float:
+    def sizes(self, x: Tensor) -> choice.Shapes:
         device = tiling.device_properties(x.device.index)
-        given = self.image, self.filters, _positions(x), x.element_size()
-        return choice.stream_microseconds(*given, device, how)
+        return choice.Shapes(self.image, self.filters, _positions(x), x.element_size(), device)
 
     def librarys(self, x: Tensor, weight: Tensor, tf32: bool) -> float:
         device, dz = tiling.device_properties(x.device.index), math.prod(self.image)
         return choice.library_input_gradient(x.shape, weight.shape, x.element_size(), device, dz, tf32)
 
     def _streamed(self, x: Tensor, split: bool) -> choice.Streamed:
-        device, how = tiling.device_properties(x.device.index), choice.Streamed(split=split, alone=True)
-        given = self.image, self.filters, self.walk, _positions(x), x.element_size()
-        return tiling.streamed(*given, how, device, stores=True)
+        return tiling.streamed(
+            self.sizes(x), self.walk, choice.Streamed(split=split, alone=True), stores=True
+        )
 
 
 def _positions(x: Tensor) -> int:
@@ -240,7 +239,7 @@ def stream_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
 def stream_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
     """Microseconds, by ours and by the library."""
     turned = _Turned.of(segment, x, weight)
-    ours = turned.microseconds(x, turned.streamed(x, weight))
+    ours = choice.stream_microseconds(turned.sizes(x), turned.streamed(x, weight))
     return ours, turned.librarys(x, weight, turned.runs_tf32(x, weight))
 
 
@@ -362,7 +361,7 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor, last: bool = False)
         texts["input"] = _TEXT.replace("BUILD", "Build"), spatial | gpu | defines
     elif ways.x == STREAM:
         turned = _Turned.of(segment, x, weight)
-        defines = tiling.stream_defines(x, turned.filters, _positions(x), turned.streamed(x, weight))
+        defines = tiling.stream_defines(turned.sizes(x), turned.streamed(x, weight))
         texts["input"] = _STREAM_TEXT, defines | mainloops.walk_defines(turned.walk)
     own = segment.conv.name or "the convolution"
     return {

@@ -138,6 +138,11 @@ class Job(NamedTuple):
         return Image((*self.x.shape[:2], *map(sum, around)), self.x.dtype, self.x.device)
 
     @property
+    def sizes(self) -> choice.Shapes:
+        device = tiling.device_properties(self.x.device.index)
+        return choice.Shapes(self.x.shape, self.weight.shape, self.positions, self.x.element_size(), device)
+
+    @property
     def is_alone(self) -> bool:
         """Is v itself the only result?"""
         if self.front:
@@ -326,27 +331,24 @@ def _narrow_loses(job: Job, microseconds: Callable, **margin: float) -> str | No
     """Would a mainloop of few channels in take longer than the library, or than stream?"""
     if choice.is_silent():
         return None
-    x, device, how = job.x, tiling.device_properties(job.x.device.index), _streamed(job, job.window > 1)
-    sizes = job.weight.shape, job.positions, x.element_size(), device
-    products = microseconds(job.image.shape, job.weight.shape, x.element_size(), device)
+    sizes, how = job.sizes, _streamed(job, job.window > 1)
+    products = microseconds(job.image.shape, sizes.filters, sizes.itemsize, sizes.device)
     inside, of_v = _by_stream(job, how)
-    others = min(inside, of_v + how.passes * choice.pass_microseconds(*sizes))
-    how = how._replace(beside_wide=False)
-    return choice.narrow_loses(products, x.shape, *sizes, how, job.pads, others, **margin)
+    others = min(inside, of_v + how.passes * choice.pass_microseconds(sizes))
+    return choice.narrow_loses(products, sizes, how._replace(beside_wide=False), job.pads, others, **margin)
 
 
 def _by_stream(job: Job, how: choice.Streamed) -> tuple[float, float]:
     """Microseconds by stream, with the tail inside, and of v alone, which passes read; infinite where it can't run, or loses to the library."""
-    x, device, single = job.x, tiling.device_properties(job.x.device.index), (1,) * len(job.walk.stride)
-    sizes = job.weight.shape, job.positions, x.element_size(), device
+    sizes, single = job.sizes, (1,) * len(job.walk.stride)
     alone, inside, of_v = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1]), math.inf, math.inf
-    if device.capability != (9, 0):  # by mma.sync it isn't known to be faster than others
+    if sizes.device.capability != (9, 0):  # by mma.sync it isn't known to be faster than others
         return inside, of_v
     if copies_obstacle(job.walk, job.weight.shape[2:], single) is None:
         if job.front and len(job.dtypes) <= 2 and _stream_obstacle(job) is None:
-            inside = choice.stream_microseconds(x.shape, *sizes, how)
+            inside = choice.stream_microseconds(sizes, how)
         if not job.is_alone and _stream_obstacle(alone) is None:
-            of_v = choice.stream_microseconds(x.shape, *sizes, _streamed(alone, False))
+            of_v = choice.stream_microseconds(sizes, _streamed(alone, False))
     return inside, of_v
 
 
@@ -387,9 +389,10 @@ def _one_tap_obstacle(job: Job) -> str | None:
         return f"it takes up to {MOST_ONE_TAP} products of a position"
     if choice.is_silent():
         return None
-    device, sizes = tiling.device_properties(x.device.index), (x.shape, weight.shape, x.element_size())
-    ours = choice.one_tap_microseconds(*sizes, device)
-    if _wide_stores(job) and choice.wide_microseconds(*sizes, stream_splits(job), device) < ours:
+    image, filters, _, itemsize, device = job.sizes
+    ours = choice.one_tap_microseconds(image, filters, itemsize, device)
+    split = stream_splits(job)
+    if _wide_stores(job) and choice.wide_microseconds(image, filters, itemsize, split, device) < ours:
         return "wide is faster at such sizes"
     return _narrow_loses(job, choice.one_tap_microseconds, margin=1)
 
@@ -425,14 +428,14 @@ def _wide_obstacle(job: Job) -> str | None:
 
 def _wide_loses(job: Job) -> bool:
     """Would stream take less, or, of few channels out, the library by far? Where v is written, stream runs if it takes less for that, too."""
-    x, device, how = job.x, tiling.device_properties(job.x.device.index), _streamed(job, job.window > 1)
-    ours = choice.wide_microseconds(x.shape, job.weight.shape, x.element_size(), stream_splits(job), device)
+    sizes, how = job.sizes, _streamed(job, job.window > 1)
+    image, filters, _, itemsize, device = sizes
+    ours = choice.wide_microseconds(image, filters, itemsize, stream_splits(job), device)
     inside, of_v = _by_stream(job, how)
-    read = choice.pass_microseconds(job.weight.shape, job.positions, x.element_size(), device)
-    sizes = x.shape, job.weight.shape, job.positions, x.element_size(), device
-    one_tap = {*job.weight.shape[2:]} == {1} and x.element_size() == 2  # of which it waits for memory
-    if job.weight.shape[0] <= choice.FEW_OUT or one_tap:  # of a block of 64
-        theirs = choice.by_library(*sizes, how._replace(beside_wide=False))
+    read = choice.pass_microseconds(sizes)
+    one_tap = sizes.taps == 1 and itemsize == 2  # of which it waits for memory
+    if filters[0] <= choice.FEW_OUT or one_tap:  # of a block of 64
+        theirs = choice.by_library(sizes, how._replace(beside_wide=False))
         if (1 if one_tap else choice.WIDE_LIBRARY) * theirs < how.passes * ours:
             return True
     if choice.wide_loses(how.passes * ours, inside):
@@ -465,12 +468,11 @@ def _stream_obstacle(job: Job) -> str | None:
         return "x lies channels last" if last else None
     if choice.is_silent():
         return None
-    sizes, device = (x.shape, weight.shape), tiling.device_properties(x.device.index)
-    how = _streamed(job, job.window > 1)
-    reason = choice.stream_loses(*sizes, job.positions, x.element_size(), device, how)
+    sizes, how = job.sizes, _streamed(job, job.window > 1)
+    reason = choice.stream_loses(sizes, how)
     few = how.folded == choice.VIEWS and weight.shape[0] <= choice.VIEWS_SPREAD  # for half of the lanes
     if reason is None and few and x.element_size() == 2:
-        return SLOWER_INSIDE if choice.inside_loses(0, 2 * job.instructions, 4, device.scale) else None
+        return SLOWER_INSIDE if choice.inside_loses(0, 2 * job.instructions, 4, sizes.device.scale) else None
     return reason
 
 
@@ -496,8 +498,7 @@ def _streamed(job: Job, reduces: bool) -> choice.Streamed:
         inside=job.inside,
         shared=stores and len(job.dtypes) == 1,
     )
-    device, given = tiling.device_properties(x.device.index), (x.shape, job.weight.shape, job.walk)
-    return tiling.streamed(*given, job.positions, x.element_size(), how, device, stores)
+    return tiling.streamed(job.sizes, job.walk, how, stores)
 
 
 def _wide_stores(job: Job) -> bool:
@@ -517,7 +518,7 @@ def stream_splits(job: Job) -> bool:
 
 def _stream_defines(job: Job) -> dict:
     how = _streamed(job, bool(job.sinks or job.front.pooled))
-    return tiling.stream_defines(job.x, job.weight.shape, job.positions, how) | _stream_layouts(job)
+    return tiling.stream_defines(job.sizes, how) | _stream_layouts(job)
 
 
 def _stream_layouts(job: Job) -> dict:
@@ -539,9 +540,7 @@ def _taps_obstacle(job: Job) -> str | None:
         return reason
     if 4 * filters[0] * taps * math.prod(x.shape) // x.shape[1] > MOST_TERMS:
         return "its products take more memory than 1 GB"
-    device, how = tiling.device_properties(x.device.index), _streamed(job, False)
-    sizes = x.shape, filters, job.positions, x.element_size(), device, how
-    return choice.taps_lose(*sizes, beside_library=not choice.is_silent())
+    return choice.taps_lose(job.sizes, _streamed(job, False), beside_library=not choice.is_silent())
 
 
 def _taps_defines(job: Job) -> dict:
@@ -551,7 +550,8 @@ def _taps_defines(job: Job) -> dict:
         math.prod(job.x.shape) // channels,
     )
     how = _streamed(job, False)._replace(folded=1, shared=False)
-    known = tiling.stream_defines(job.x, spread, pixels, how) | _stream_layouts(job)
+    sizes = job.sizes._replace(filters=spread, positions=pixels)
+    known = tiling.stream_defines(sizes, how) | _stream_layouts(job)
     return known | tiling.spatial_defines(job.weight.shape)
 
 

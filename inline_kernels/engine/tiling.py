@@ -476,50 +476,34 @@ def views(image: Sequence[int], filters: Sequence[int], walk, split: bool, devic
     return Views(sample - first, products, units * patch * 16 * math.prod(kernel[:-2]), teams)
 
 
-def _reads_planes(
-    image: Sequence[int], filters: Sequence[int], walk, itemsize: int, how: choice.Streamed
-) -> bool:
+def _reads_planes(sizes: choice.Shapes, walk, how: choice.Streamed) -> bool:
     """Might kernels/conv/stream.cuh read x in planes as it lies?"""
-    meets_all = {*filters[2:], *walk.stride} == {1} and not any((*walk.before, *walk.behind))
-    lies = itemsize == 2 and not how.last and math.prod(image[2:]) % 8 == 0
+    meets_all = {sizes.taps, *walk.stride} == {1} and not any((*walk.before, *walk.behind))
+    lies = sizes.itemsize == 2 and not how.last and math.prod(sizes.image[2:]) % 8 == 0
     return lies and meets_all and how.window == 1
 
 
-def streamed(
-    image: Sequence[int],
-    filters: Sequence[int],
-    walk,
-    positions: int,
-    itemsize: int,
-    how: choice.Streamed,
-    device: Device,
-    stores: bool,
-) -> choice.Streamed:
-    """`how`, with the rows, views or planes that it multiplies. positions: of all results; stores: are they only stored?"""
+def streamed(sizes: choice.Shapes, walk, how: choice.Streamed, stores: bool) -> choice.Streamed:
+    """`how`, with the rows, views or planes that it multiplies. stores: are results only stored?"""
+    image, filters, _, itemsize, device = sizes
     how = how._replace(folded=choice.stream_folded(filters, walk.dilation[-1], how.packs, how.split))
-    if stores and device.capability == (9, 0) and _reads_planes(image, filters, walk, itemsize, how):
+    if device.capability != (9, 0):
+        return how
+    if stores and _reads_planes(sizes, walk, how):
         lies = how._replace(folded=choice.PLANES, plane=math.prod(image[2:]))
-        sizes = image, filters, positions, itemsize, device
-        if choice.stream_microseconds(*sizes, lies) < choice.stream_microseconds(*sizes, how):
-            how = lies
-    may_view = device.capability == (9, 0) and (how.packs or stores)
-    planned = views(image, filters, walk, how.split, device) if may_view else None
+        how = min(how, lies, key=functools.partial(choice.stream_microseconds, sizes))
+    planned = views(image, filters, walk, how.split, device) if how.packs or stores else None
     if planned is None:
         return how
     by_views = choice.stream_views(planned, filters[0], image[0], itemsize, how.split, device)
     viewed = how._replace(views=by_views, folded=choice.VIEWS, shared=False, plane=0)
-    times = [
-        choice.stream_microseconds(image, filters, positions, itemsize, device, each)
-        for each in (how, viewed)
-    ]
+    times = [choice.stream_microseconds(sizes, each) for each in (how, viewed)]
     return viewed if stores and times[1] < times[0] else how._replace(views=by_views if how.packs else None)
 
 
-def stream_defines(x: Tensor, filters: Sequence[int], positions: int, how: choice.Streamed) -> dict[str, int]:
-    """positions: of all results."""
-    device = device_properties(x.device.index)
-    tile = choice.stream_tile(filters, positions, x.element_size(), device, how)
+def stream_defines(sizes: choice.Shapes, how: choice.Streamed) -> dict[str, int]:
+    device, tile = sizes.device, choice.stream_tile(sizes, how)
     known = {"CAPABILITY": 90 if device.capability == (9, 0) else 80, "SHARED_LIMIT": device.shared}
     known |= {"COLUMNS": tile.columns, "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD}
     known |= {"SPLIT": int(how.split), "SHARES": tile.shares, "FOLDED": how.folded}
-    return spatial_defines(filters) | known
+    return spatial_defines(sizes.filters) | known
