@@ -82,7 +82,7 @@ FAULTS = [
     Fault("kernels/grad/packed.cuh", "kMarksInfinite = false;", "kMarksInfinite = true;", "test_engine_gradients.py -k spoils_its_own"),
     Fault("kernels/grad/packed_stages.cuh", "negative == -255 ? 0", "negative == -254 ? 0", "test_engine_gradients.py -k smaller_than_any"),
     Fault("inline_kernels/engine/gradients.py", "math.prod(padded) * units > 2**30", "math.prod(padded) * units > 2**31", "test_engine_gradients.py -k obstacles"),
-    Fault("inline_kernels/engine/gradients.py", "precision.Settings(padding=mainloops.walk_of(segment, weight).before)\n    return", "precision.PLAIN_SETTINGS\n    return", "test_engine_gradients.py -k own_padding"),
+    Fault("inline_kernels/engine/gradients.py", "precision.Settings(padding=jobs.walk_of(segment, weight).before)\n    return", "precision.PLAIN_SETTINGS\n    return", "test_engine_gradients.py -k own_padding"),
     Fault("kernels/grad/packed_lines.cuh", "(at < kRing ? at : at - kRing)", "at", "test_engine_gradients.py -k test_lines"),
     Fault("kernels/grad/packed_lines.cuh", "slot == 0 && i < kDeep ? to + kRing", "slot == 0 && i < kDeep / 2 ? to + kRing", "test_engine_gradients.py -k test_lines"),
     Fault("kernels/grad/packed_lines.cuh", "row < kTapRows - 1 && !whole", "false", "test_engine_gradients.py -k 'special_values and lines'"),

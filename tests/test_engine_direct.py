@@ -25,6 +25,7 @@ from inline_kernels.engine import (
     choice,
     composed,
     direct,
+    jobs,
     library,
     mainloops,
     precision,
@@ -558,7 +559,7 @@ def test_what_views_have_room_for(last, device, by_views, monkeypatch):
     """Python plans as the kernel does: the last size that it lets pass runs, and no larger one would."""
     known = tiling.device_properties(0)._replace(shared=100 << 10)
     monkeypatch.setattr(tiling, "device_properties", lambda *_: known)
-    walk = mainloops.Walk((1, 1), (0, 0), (0, 0), (1, 1))
+    walk = jobs.Walk((1, 1), (0, 0), (0, 0), (1, 1))
 
     def fits(columns: int) -> bool:
         return tiling.views((1, 16, 4, columns), (24, 16, 3, 2), walk, False, known) is not None

@@ -28,6 +28,7 @@ from . import (
     direct,
     gradients,
     halves,
+    jobs,
     library,
     load_plan,
     load_words,
@@ -275,7 +276,7 @@ def pays(case: Case, found: _Found) -> bool:
     parts, (first, *later) = [*found.backward.parts.values()], found.forward.parts.values()
     C, block = case.weight.shape[0], mainloop.channels
     filled = -(-C // block) * block / C
-    splits = mainloop.splits(mainloops.job_of(case, ()))
+    splits = mainloop.splits(jobs.job_of(case, ()))
     products = 2e12 * math.prod(case.weight.shape[1:]) * (3 if splits else 1) / mainloop.rate
     inside = _first_is_inside(case)
     behind = later if inside else [first, *later]  # passes of forward that would read v

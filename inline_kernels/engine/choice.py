@@ -103,7 +103,7 @@ VIEWS_START, VIEWS_SPLIT = 1, 1.25
 VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL, VIEWS_KILOBYTE = 0.41, 0.031, 0.014, 0.0075
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
-# Channels, from which on x in planes is turned for it (layouts.py). Of images in 16 bits that go forward x's count, where so many come out: in planes it
+# Channels, from which on x in planes is turned for it (layouts.py). Of images in 16 bits and more than one tap, forward, x's count, where so many come out: in planes it
 # took 0.59 ms of 384 channels to 24 (8 x 198 x 219), where 0.49 with x turned (torch.compile).
 LIBRARY_TURNS, LIBRARY_TURNS_OUT = 32, 8
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
@@ -423,8 +423,10 @@ def _librarys_products(sizes: Shapes, how: Streamed) -> float:
 
 def library_turns(filters: Sequence[int], itemsize: int, forward: bool) -> bool:
     """Is x, in planes, turned for the library's tensor cores? forward: no gradient?"""
-    by_image = forward and itemsize == 2 and len(filters) == 4 and filters[0] >= LIBRARY_TURNS_OUT
-    return (filters[1] if by_image else min(filters[:2])) >= LIBRARY_TURNS
+    outputs, channels, *kernel = filters
+    counts = len(kernel) == 2 and math.prod(kernel) > 1 and outputs >= LIBRARY_TURNS_OUT
+    by_x = forward and itemsize == 2 and counts
+    return (channels if by_x else min(outputs, channels)) >= LIBRARY_TURNS
 
 
 def by_library(sizes: Shapes, how: Streamed) -> float:

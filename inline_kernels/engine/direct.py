@@ -36,6 +36,7 @@ from . import (
     depthwise,
     fronts,
     inside,
+    jobs,
     library,
     load_plan,
     load_words,
@@ -49,8 +50,9 @@ from . import (
 from .algebra import reordered
 from .cases import Case
 from .graph import ELEMENTS, Node, order, text_of
+from .jobs import Job
 from .launching import Entry, Launch, new_of
-from .mainloops import Job, Mainloop
+from .mainloops import Mainloop
 from .passes import MANY, Array, Program, Root, Unsupported
 from .scalars import compared, instructions
 
@@ -505,7 +507,7 @@ def _dtypes(written: Written, case: Case) -> list[torch.dtype]:
 
 def _job(written: Written, case: Case) -> Job:
     count = instructions(node for node in order([written.front.node]) if not node.space.small)
-    return mainloops.job_of(case, _dtypes(written, case), written.front, instructions=count)
+    return jobs.job_of(case, _dtypes(written, case), written.front, instructions=count)
 
 
 def _build(written: Written, case: Case) -> dict:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import between, choice, layouts, library, mainloops, precision, tiling
+from . import between, choice, jobs, layouts, library, precision, tiling
 from .cases import CTYPES
 
 PACKED, PACKS, FEW, STREAM = "packed", "packs", "few", "stream"
@@ -106,7 +106,7 @@ def _plain_obstacle(
         return "they convolve images on a GPU"
     if not all(type(size) is int for size in (*x.shape, *weight.shape)):
         return "sizes are not known"
-    walk = mainloops.walk_of(segment, weight)
+    walk = jobs.walk_of(segment, weight)
     plain = (
         walk.is_plain
         or padded
@@ -143,13 +143,13 @@ def few_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
 
 def _result_size(segment, x: Tensor, weight: Tensor) -> list[int]:
     """The extents of dz."""
-    walk = mainloops.walk_of(segment, weight)
+    walk = jobs.walk_of(segment, weight)
     return [sum(each) + 1 - k for *each, k in zip(x.shape[2:], walk.before, walk.behind, weight.shape[2:])]
 
 
 def _splits(segment, x: Tensor, weight: Tensor) -> bool:
     """Are FEW's operands two TF32, or PACKS' two float16? Not where eager's are one TF32."""
-    walk = mainloops.walk_of(segment, weight)
+    walk = jobs.walk_of(segment, weight)
     if walk.before != walk.behind:  # the library then pads x first
         return True
     return x.dtype == torch.float32 and not _runs_tf32(segment, x, weight, "dw")
@@ -161,19 +161,19 @@ class _Turned(NamedTuple):
 
     image: tuple[int, ...]
     filters: tuple[int, ...]
-    walk: mainloops.Walk
+    walk: jobs.Walk
     settings: precision.Settings | None
 
     @classmethod
     def of(cls, segment, x: Tensor, weight: Tensor) -> _Turned:
-        walk, (C, channels, *taps) = mainloops.walk_of(segment, weight), weight.shape
+        walk, (C, channels, *taps) = jobs.walk_of(segment, weight), weight.shape
         reach = [(k - 1) * dilation for k, dilation in zip(taps, walk.dilation)]
         padded = [sum(each) for each in zip(x.shape[2:], walk.before, walk.behind)]
         image = x.shape[0], C, *[size - each for size, each in zip(padded, reach)]
         before, behind = ([a - b for a, b in zip(reach, each)] for each in (walk.before, walk.behind))
         same = walk.before == walk.behind
         settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
-        walk = mainloops.Walk((1,) * len(taps), before, behind, walk.dilation)
+        walk = jobs.Walk((1,) * len(taps), before, behind, walk.dilation)
         return cls(image, (channels, C, *taps), walk, settings)
 
     def runs_tf32(self, x: Tensor, weight: Tensor) -> bool:
@@ -230,7 +230,7 @@ def stream_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
     if library.is_channels_last(x, weight) or layouts.fastest(segment, x, weight, "dx") != layouts.PLANES:
         return "the library takes its operands channels last"
     taps, by_views = weight.shape[2:], turned.streamed(x, weight).folded == choice.VIEWS
-    if not by_views and mainloops.copies_obstacle(turned.walk, taps, (1,) * len(taps)):
+    if not by_views and jobs.copies_obstacle(turned.walk, taps, (1,) * len(taps)):
         return "the filter reaches too far"
     ours, theirs = stream_expected(segment, x, weight)
     return "the library is faster at such sizes" if theirs <= ours else None
@@ -275,7 +275,7 @@ def _packed_obstacle(segment, x: Tensor, weight: Tensor, dx: bool, last: bool = 
         return reason
     if weight.shape[0] % 8:
         return "channels out are no multiple of 8"
-    walk = mainloops.walk_of(segment, weight)
+    walk = jobs.walk_of(segment, weight)
     if walk.before != walk.behind:
         return "there are more zeros behind the image than before it"
     size, units = _result_size(segment, x, weight), -(-max(weight.shape[:2]) // 8)
@@ -289,7 +289,7 @@ def _runs_tf32(segment, x: Tensor, weight: Tensor, of: str) -> bool:
     """Does eager? Of as many zeros before x as behind it."""
     if between.rounds(segment, x):  # whose x lies otherwise there
         return between.runs_tf32(segment, x, weight, of)
-    settings = precision.Settings(padding=mainloops.walk_of(segment, weight).before)
+    settings = precision.Settings(padding=jobs.walk_of(segment, weight).before)
     return precision.runs_tf32(x, weight, of, settings)
 
 
@@ -334,9 +334,9 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor, last: bool = False)
     """What is built, for the gradients of "input" and "weight". last: does dz lie channels last?"""
     capability, shared, *_ = tiling.device_properties(x.device.index)
     known = {"VALUE_T": CTYPES[x.dtype], "OUTPUT_T": CTYPES[x.dtype], "SHARED_LIMIT": shared}
-    walk, axes, texts = mainloops.walk_of(segment, weight), "DHW"[5 - weight.dim() :], {}
+    walk, axes, texts = jobs.walk_of(segment, weight), "DHW"[5 - weight.dim() :], {}
     words = {f"{what.lower()}s": ", ".join(f"{what}_{a}" for a in axes) for what in ("KERNEL", "BEFORE")}
-    words["walk"] = mainloops.walk_text(len(axes))
+    words["walk"] = jobs.walk_text(len(axes))
     spatial = tiling.spatial_defines(weight.shape)
     around = (
         spatial | {"PADDED": int(not walk.is_plain)} | {f"BEFORE_{a}": n for a, n in zip(axes, walk.before)}
@@ -362,7 +362,7 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor, last: bool = False)
     elif ways.x == STREAM:
         turned = _Turned.of(segment, x, weight)
         defines = tiling.stream_defines(turned.sizes(x), turned.streamed(x, weight))
-        texts["input"] = _STREAM_TEXT, defines | mainloops.walk_defines(turned.walk)
+        texts["input"] = _STREAM_TEXT, defines | jobs.walk_defines(turned.walk)
     own = segment.conv.name or "the convolution"
     return {
         name: {

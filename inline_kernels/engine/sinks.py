@@ -29,6 +29,7 @@ from . import (
     cases,
     choice,
     direct,
+    jobs,
     load_plan,
     load_words,
     mainloops,
@@ -41,8 +42,8 @@ from . import (
 from .algebra import reordered, statistics_of_v
 from .cases import Case
 from .graph import ELEMENTS
+from .jobs import Job
 from .launching import Entry, Launch, new_of
-from .mainloops import Job
 from .passes import Array, Key, Planes, Program, Root, Small, Unsupported
 from .sink_calls import local
 from .sink_text import Pass, Sink
@@ -272,7 +273,7 @@ class _Composer:
                 for i, side in sides
             ]
         lines = [
-            *[mainloops.walk_text(self.graph.dimensions)] * self.mainloop.walks,
+            *[jobs.walk_text(self.graph.dimensions)] * self.mainloop.walks,
             "const int64_t N = x.size(0), C = CHANNELS_OUT;",
             f"const int64_t {', '.join(['e_D = 1'] * first + extents)};",
         ]
@@ -414,7 +415,7 @@ def _recomputes(case: Case, mainloop, passes: Sequence[Pass], stores: bool) -> b
     back? About equal, they save its memory."""
     if len(passes) == 1:
         return True
-    splits = mainloop.sinks.splits(mainloops.job_of(case, ()))
+    splits = mainloop.sinks.splits(jobs.job_of(case, ()))
     scale = tiling.device_properties(case.x.device.index).scale
     products, rate = 3 if splits else 1, mainloop.sinks.rate * scale.compute
     again = 2 * math.prod(case.weight.shape[1:]) * products / rate
@@ -482,7 +483,7 @@ def _first(case: Case, made: Callable[..., Composed]):
 def job(found: Composed, case: Case) -> Job:
     parts = found.parts.values()
     most = max(own.instructions for own in parts)
-    return mainloops.job_of(case, [case.dtype], sinks=[own.sinks for own in parts], instructions=most)
+    return jobs.job_of(case, [case.dtype], sinks=[own.sinks for own in parts], instructions=most)
 
 
 def build(mainloop, found: Composed, case: Case) -> dict:

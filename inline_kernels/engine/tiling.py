@@ -453,7 +453,7 @@ class Views(NamedTuple):
 
 
 def views(image: Sequence[int], filters: Sequence[int], walk, split: bool, device: Device) -> Views | None:
-    """None where it can't run. walk: a mainloops.Walk. split: are operands two float16?"""
+    """None where it can't run. walk: a jobs.Walk. split: are operands two float16?"""
     if {*walk.stride} != {1}:
         return None
     _, channels, *kernel = filters
