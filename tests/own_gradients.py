@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import choice, library, precision
+from inline_kernels.engine import costs, library, precision
 from inline_kernels.engine import gradients as own
 from test_emulated import INF, NAN, folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, random_model  # noqa: F401
@@ -43,7 +43,7 @@ def ours(device, monkeypatch):  # noqa: F811
         device(architecture)
         ran, planned = [], own.planned
         for name in ("weight_gradient", "input_gradient"):
-            monkeypatch.setattr(choice, name, lambda *_: (1.0, 2.0))
+            monkeypatch.setattr(costs, name, lambda *_: (1.0, 2.0))
         monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: tf32)
 
         def noted(*given):

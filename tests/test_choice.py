@@ -19,6 +19,7 @@ from inline_kernels.engine import (
     again,
     choice,
     composed,
+    costs,
     direct,
     inside,
     library,
@@ -96,13 +97,13 @@ def test_scale_of_a_gpu(name, scale, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: PROPERTIES[name])
     device = tiling.device_properties(0)
     assert device.scale == pytest.approx(scale, rel=2e-3)
-    assert (device.scale == choice.H200) is (name == "H200")
+    assert (device.scale == costs.H200) is (name == "H200")
     assert device.multiprocessors == PROPERTIES[name].multi_processor_count
 
 
 def test_bounds_of_rules_are_scaled():
     """Of what there is to do; not those of shapes."""
-    half = choice.Scale(0.5, 0.25, 0.5)
+    half = costs.Scale(0.5, 0.25, 0.5)
     image, filters = (2, 64, 30, 20), (128, 64, 3, 5)
     for name, factor in {"products": 4, "results": 2, "positions": 2, "channels in": 1, "taps": 1}.items():
         most = factor * choice.PROPERTIES[name](image, filters, 4)
@@ -113,15 +114,15 @@ def test_bounds_of_rules_are_scaled():
 
 
 def test_stream_s_times_are_scaled():
-    sizes = choice.Shapes((32, 256, 28, 28), (256, 256, 3, 3), 32 * 26 * 26, 2, H200)
-    how = choice.Streamed(packs=False, last=True, inside=True)
+    sizes = costs.Shapes((32, 256, 28, 28), (256, 256, 3, 3), 32 * 26 * 26, 2, H200)
+    how = costs.Streamed(packs=False, last=True, inside=True)
 
-    def on(*scale: float) -> choice.Shapes:
-        return sizes._replace(device=H200._replace(scale=choice.Scale(*scale)))
+    def on(*scale: float) -> costs.Shapes:
+        return sizes._replace(device=H200._replace(scale=costs.Scale(*scale)))
 
-    columns, _, time = choice.stream_tile(sizes, how)
-    start = choice.STREAM_TILES[2][columns][0]
-    assert choice.stream_tile(on(0.5, 0.5, 1), how) == (
+    columns, _, time = costs.stream_tile(sizes, how)
+    start = costs.STREAM_TILES[2][columns][0]
+    assert costs.stream_tile(on(0.5, 0.5, 1), how) == (
         columns,
         1,
         pytest.approx(start + 2 * (time - start)),
@@ -136,7 +137,7 @@ def test_plan_says_that_times_are_scaled(gpu, monkeypatch):
     products = choice.PROPERTIES["products"](x.shape, model.conv.weight.shape, 4)
     gpu(MIN_ADD, forward=["products", products, "fused", "epilogue"])
     with torch.no_grad():
-        for scale, variant in ((choice.H200, "fused"), (choice.Scale(1, 0.5, 1), "epilogue")):
+        for scale, variant in ((costs.H200, "fused"), (costs.Scale(1, 0.5, 1), "epilogue")):
             monkeypatch.setattr(tiling, "device_properties", lambda index: H200._replace(scale=scale))
             plan = numerics.twin_of(model, "auto").plan(x)
             assert plan.variant == variant

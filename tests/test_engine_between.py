@@ -10,7 +10,7 @@ from torch import nn
 import numerics
 from benchmarks.networks import NETWORKS, Bottleneck
 from inline_kernels import fuse
-from inline_kernels.engine import between, choice, gradients, library, precision
+from inline_kernels.engine import between, costs, gradients, library, precision
 from inline_kernels.engine import capture as capturing
 from inline_kernels.engine.between import ENDS, KEPT, OPERAND
 from inline_kernels.engine.capture import capture
@@ -173,7 +173,7 @@ def test_is_right(name, phase, layouts, monkeypatch):
 def test_filters_gradients_of_our_own(name, layouts, monkeypatch):
     """Of x and dz channels last, of all of float32's digits."""
     monkeypatch.setattr(between, "rounds", lambda segment, x: False)
-    monkeypatch.setattr(choice, "weight_gradient", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(costs, "weight_gradient", lambda *_: (1.0, 2.0))
     monkeypatch.setattr(gradients, "_splits", lambda *_: True)
     planned, lay = gradients.planned, []
 
@@ -189,7 +189,7 @@ def test_filters_gradients_of_our_own(name, layouts, monkeypatch):
 
 def test_what_only_another_gradient_reads_is_not_rounded(layouts, monkeypatch):
     """Where ours gives that of filters, the library is asked for x's alone, and no pass rounds or turns an x."""
-    monkeypatch.setattr(choice, "weight_gradient", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(costs, "weight_gradient", lambda *_: (1.0, 2.0))
     backward, seen, asked = library.convolve_backward, [], []
 
     def noted(how, dz, x, weight, needs, operands=None, turned=None):
@@ -218,7 +218,7 @@ def test_eager_is_asked_in_its_own_layout(layouts, monkeypatch):
         asked.append((of, channels_last))
         return True
 
-    monkeypatch.setattr(choice, "weight_gradient", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(costs, "weight_gradient", lambda *_: (1.0, 2.0))
     monkeypatch.setattr(precision, "runs_tf32", noted)
     fuse(Chain(channels=8))(torch.randn(2, 3, 9, 10)).sum().backward()
     assert ("dw", False) in asked and {last for _, last in asked} == {False}

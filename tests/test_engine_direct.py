@@ -24,6 +24,7 @@ from inline_kernels.engine import (
     between,
     choice,
     composed,
+    costs,
     direct,
     jobs,
     library,
@@ -131,7 +132,7 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
         monkeypatch.setattr(choice, "taps_lose", lambda *_, **__: None)
         monkeypatch.setattr(choice, "narrow_loses", lambda *_, **__: None)
         monkeypatch.setattr(choice, "wide_loses", lambda *_: False)
-        monkeypatch.setattr(choice, "FEW_CHANNELS", 0)  # wide, too, takes those
+        monkeypatch.setattr(costs, "FEW_CHANNELS", 0)  # wide, too, takes those
         monkeypatch.setattr(choice, "inside_loses", lambda *_: False)
         monkeypatch.setattr(again, "pays", lambda *_: False)
         monkeypatch.setattr(tiling, "STREAM_CLUSTER", 1)  # of more the emulation knows nothing
@@ -442,7 +443,7 @@ def test_what_taps_leave(device, monkeypatch):
     monkeypatch.undo()
     for outputs, channels, says in ((3, 128, None), (14, 16, "stream is faster"), (3, 24, "the library")):
         sizes = (2, channels, 300, 300), (outputs, channels, 3, 3), 2 * 300 * 300, 2
-        found = choice.taps_lose(choice.Shapes(*sizes, H200), choice.Streamed(packs=False, last=True))
+        found = choice.taps_lose(costs.Shapes(*sizes, H200), costs.Streamed(packs=False, last=True))
         assert found is says or says in found
 
 
@@ -527,7 +528,7 @@ def test_stream_of_volumes(filters, settings, dtype, device, monkeypatch):
 def by_views(device, monkeypatch):  # noqa: F811
     """stream takes views of patches wherever it can."""
     device(900), only_through("stream", monkeypatch)
-    monkeypatch.setattr(choice, "stream_views", lambda *_: 0.0)
+    monkeypatch.setattr(costs, "stream_views", lambda *_: 0.0)
 
 
 @pytest.mark.parametrize(
@@ -545,7 +546,7 @@ def test_stream_by_views(filters, size, settings, dtype, by_views):
     x = numerics.random_input((3, filters[1], *size), dtype=dtype)
     assert_rule(model, x)
     (request,) = direct.requests(Case(*given(model, x), False, x.dtype))
-    assert request["defines"]["FOLDED"] == choice.VIEWS
+    assert request["defines"]["FOLDED"] == costs.VIEWS
 
 
 def test_views_with_a_second_input(by_views):
@@ -611,13 +612,13 @@ def record_of_stream():
         to = (extent + 2 * padding - dilation * (filter - 1) - 1) // stride + 1
         for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
             image, filters = (N, channels, extent, extent), (C, channels, filter, filter)
-            yield choice.Shapes(image, filters, N * to * to, itemsize, H200), row[dtype]
+            yield costs.Shapes(image, filters, N * to * to, itemsize, H200), row[dtype]
 
 
 def test_stream_s_columns():
     """They are the fastest of those recorded, or nearly."""
     for sizes, times in record_of_stream():
-        columns, _, products = choice.stream_tile(sizes, choice.Streamed())
+        columns, _, products = costs.stream_tile(sizes, costs.Streamed())
         best = min(time for name, time in times.items() if name in ("256x2", "192x2", "128x2"))
         assert times[f"{columns}x2"] <= 1.04 * best, sizes
         assert products == pytest.approx(
@@ -631,9 +632,9 @@ def test_where_stream_is_taken():
         fastest = min(time for name, time in times.items() if name in ("256x2", "192x2", "128x2"))
         packing = sum(times["kernels"].values()) - times["kernels"]["products"]
         v = sizes.positions * sizes.filters[0] * sizes.itemsize
-        theirs = times["library"] + 2 * v / choice.PASS_BYTES
+        theirs = times["library"] + 2 * v / costs.PASS_BYTES
         halves = sizes.itemsize == 2
-        loses = choice.stream_loses(sizes, choice.Streamed(packs=not halves, last=halves))
+        loses = choice.stream_loses(sizes, costs.Streamed(packs=not halves, last=halves))
         assert loses is None or fastest > 0.8 * theirs, sizes
         assert loses or fastest - packing < theirs, sizes
 
@@ -944,21 +945,21 @@ def test_stream_from_capability_8(filters, name, settings, size, dtype, device):
     x = numerics.random_input((3, filters[1], *size), dtype=dtype)
     case = Case(*given(model, x), False, dtype)
     (request,) = direct.requests(case)
-    assert request["defines"]["CAPABILITY"] == 80 and request["defines"].get("FOLDED") != choice.VIEWS
+    assert request["defines"]["CAPABILITY"] == 80 and request["defines"].get("FOLDED") != costs.VIEWS
     assert direct.describe(case).startswith("taps" if filters[0] == 3 else "stream")
     assert_rule(model, x)
 
 
 def test_times_by_mma_sync():
     """Half of an H200's tensor cores take no longer than they are said to; a quarter, twice as long."""
-    how = choice.Streamed(shared=True)
+    how = costs.Streamed(shared=True)
 
-    def tile(positions: int, capability: tuple) -> choice.StreamTile:
+    def tile(positions: int, capability: tuple) -> costs.StreamTile:
         filters, device = (256, 256, 3, 3), H200._replace(capability=capability)
-        return choice.stream_tile(choice.Shapes((), filters, positions, 2, device), how)
+        return costs.stream_tile(costs.Shapes((), filters, positions, 2, device), how)
 
     times = [tile(1 << 17, capability).microseconds for capability in ((9, 0), (8, 0), (8, 6))]
-    start = choice.GATHERED_TILES[0]
+    start = costs.GATHERED_TILES[0]
     assert times[0] < times[1] and 1.6 * (times[1] - start) < times[2] - start < 2 * (times[1] - start)
     assert tile(1 << 9, (8, 0)).shares > 1
 

@@ -11,7 +11,7 @@ from torch import nn
 import numerics
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import choice, precision, schedule, stored
+from inline_kernels.engine import costs, precision, schedule, stored
 from inline_kernels.engine import gradients as own
 from inline_kernels.engine.cases import Case
 from own_gradients import TAILS, assert_rule, gradients, ours, why  # noqa: F401
@@ -25,7 +25,7 @@ def few(ours, monkeypatch):
     """few(architecture): likewise, whose library runs float32, or TF32."""
 
     def become(architecture: int = 900, tf32: bool = False) -> list:
-        monkeypatch.setattr(choice, "few_weights_gradient", lambda *_: (0.5, 2.0))
+        monkeypatch.setattr(costs, "few_weights_gradient", lambda *_: (0.5, 2.0))
         return ours(architecture, tf32=tf32)
 
     return become
@@ -218,7 +218,7 @@ def test_obstacles_of_few_channels(few, monkeypatch):
     assert "shared memory" in refused(
         random_model((16, 16, 9, 9, 2), TAILS["smooth"]), torch.randn(1, 16, 9, 9, 99)
     )
-    monkeypatch.setattr(choice, "few_weights_gradient", lambda *_: (2.0, 2.0))
+    monkeypatch.setattr(costs, "few_weights_gradient", lambda *_: (2.0, 2.0))
     assert refused(model, x) == "the library is faster at such sizes"
 
 

@@ -10,7 +10,7 @@ import torch
 
 import numerics
 from inline_kernels import fuse
-from inline_kernels.engine import choice, layouts, library, precision, stored
+from inline_kernels.engine import costs, layouts, library, precision, stored
 from inline_kernels.engine import gradients as own
 from inline_kernels.engine.cases import Case
 from own_gradients import DTYPES, TAILS, assert_rule, gradients, ours, ways, why  # noqa: F401
@@ -334,7 +334,7 @@ def test_obstacles(ours, monkeypatch):
     large = torch.randn(2, 9, 14, 20).half()
     assert "window" in why(random_model((16, 9, 12, 9), TAILS["gates"]).half(), large, True)
     assert "nothing" in why(random_model((16, 9, 12, 9), TAILS["gates"]).half(), x.half())
-    monkeypatch.setattr(choice, "weight_gradient", lambda *_: (2.0, 2.0))
+    monkeypatch.setattr(costs, "weight_gradient", lambda *_: (2.0, 2.0))
     assert why(model, x) == "the library is faster at such sizes"
     ours(700)
     assert "compute capability" in why(model, x)
@@ -357,7 +357,7 @@ def test_the_faster_of_ours(ours, monkeypatch):
     ours()
     segment, arguments = given(random_model((16, 9, 3, 2), TAILS["gates"]), torch.randn(2, 9, 9, 20))
     for faster, found in ((0.5, own.FEW), (1.5, own.PACKED), (2.0, own.PACKED)):
-        monkeypatch.setattr(choice, "few_weights_gradient", lambda *_, faster=faster: (faster, 2.0))
+        monkeypatch.setattr(costs, "few_weights_gradient", lambda *_, faster=faster: (faster, 2.0))
         assert own.fastest(segment, *arguments[:2], False, True, in_units=True) == (None, found)
     assert own.fastest(segment, *arguments[:2], False, True, in_units=False) == (None, own.PACKS)
 

@@ -11,7 +11,7 @@ from torch import nn
 import numerics
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import choice, precision, schedule, stored
+from inline_kernels.engine import costs, precision, schedule, stored
 from inline_kernels.engine import gradients as own
 from inline_kernels.engine.cases import Case
 from own_gradients import TAILS, as_eager, gradients, ours, why  # noqa: F401
@@ -25,8 +25,8 @@ def of_x(ours, monkeypatch):
     """of_x(tf32, by_views): on a GPU of capability 9.0, whose library is slower for x's gradient."""
 
     def become(tf32: bool = True, by_views: bool = True) -> list:
-        monkeypatch.setattr(choice, "stream_views", lambda *_: 0.0 if by_views else 1e9)
-        monkeypatch.setattr(choice, "library_input_gradient", lambda *_: 1e9)
+        monkeypatch.setattr(costs, "stream_views", lambda *_: 0.0 if by_views else 1e9)
+        monkeypatch.setattr(costs, "library_input_gradient", lambda *_: 1e9)
         ran = ours(900, tf32)
         monkeypatch.setattr(own, "obstacle", lambda *_, **__: "not asked")
         return ran
@@ -57,7 +57,7 @@ def test_the_gradient_of_x_by_stream(sizes, tf32, of_x):
     assert_x_by_stream(model, x, ran, tf32=tf32)
     segment, arguments = given(model, x)
     request = own.requests(own.Ways(x=own.STREAM), segment, *arguments[:2])["input"]
-    assert (request["defines"]["FOLDED"] == choice.VIEWS) == (by_views and (tf32 or filters[0] != 40))
+    assert (request["defines"]["FOLDED"] == costs.VIEWS) == (by_views and (tf32 or filters[0] != 40))
 
 
 def assert_x_by_stream(model: nn.Module, x: torch.Tensor, ran: list, dy=None, tf32: bool = True) -> None:
@@ -186,7 +186,7 @@ def test_obstacles_of_stream(of_x, monkeypatch):
     assert "more around it" in refused(x, 16, 4, 3, 2, padding=2)
     large = torch.empty(1, device="meta").expand(256, 1, 2900, 2900)
     assert "counted in int" in refused(large, 2, 1, 3, 2)
-    monkeypatch.setattr(choice, "library_input_gradient", lambda *_: 0.0)
+    monkeypatch.setattr(costs, "library_input_gradient", lambda *_: 0.0)
     assert refused(x, 16, 4, 3, 2) == "the library is faster at such sizes"
 
 

@@ -26,7 +26,7 @@ from generated import (  # noqa: F401
     segment_of,
 )
 from inline_kernels.bench import checks
-from inline_kernels.engine import between, choice, layouts, library, load_plan, schedule, source
+from inline_kernels.engine import between, costs, layouts, library, load_plan, schedule, source
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import CTYPES, Case
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
@@ -537,7 +537,7 @@ def rounded(t: torch.Tensor) -> torch.Tensor:
 
 def test_where_the_library_has_x_turned():
     """Few channels out count in a gradient, in float32, of one tap and of volumes; of eight on not in 16 bits, forward."""
-    turns = functools.partial(choice.library_turns, itemsize=2, forward=True)
+    turns = functools.partial(costs.library_turns, itemsize=2, forward=True)
     assert turns((24, 384, 3, 3)) and turns((8, 32, 3, 3)) and turns((32, 32, 1, 1))
     for filters in ((7, 384, 3, 3), (24, 31, 3, 3), (24, 384, 1, 1), (24, 384, 3, 3, 3)):
         assert not turns(filters)

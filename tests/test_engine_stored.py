@@ -15,7 +15,17 @@ from torch.nn import functional as F
 import numerics
 from inline_kernels import fuse
 from inline_kernels.bench import checks
-from inline_kernels.engine import between, choice, direct, library, part, precision, schedule, sinks, stored
+from inline_kernels.engine import (
+    between,
+    costs,
+    direct,
+    library,
+    part,
+    precision,
+    schedule,
+    sinks,
+    stored,
+)
 from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, h200, of_11_bits, only_through, random_model  # noqa: F401
@@ -148,7 +158,7 @@ def test_channels_last_where_operands_are_planes(mainloop, tail, layer, monkeypa
 @pytest.mark.parametrize("views", [False, True])
 def test_v_channels_last(views, saving, layer, monkeypatch):
     """As x lies, and what passes make of it."""
-    monkeypatch.setattr(choice, "stream_views", lambda *_: 0.0 if views else math.inf)
+    monkeypatch.setattr(costs, "stream_views", lambda *_: 0.0 if views else math.inf)
     model, x = layer("stream", REDUCING["norm"][0], torch.bfloat16)
     x = x.contiguous(memory_format=torch.channels_last)
     fast = fuse(copy.deepcopy(model))

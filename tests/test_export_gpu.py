@@ -20,7 +20,7 @@ from torch import nn
 import inline_loader
 import models
 import test_emulated
-from inline_kernels.engine import choice, direct, precision
+from inline_kernels.engine import choice, costs, direct, precision
 from inline_kernels.export import export
 from inline_kernels.loader import source as loader_source
 from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
@@ -200,8 +200,8 @@ def by_our_own(gpu, on_the_cpu, monkeypatch):  # noqa: F811
             gpu()
             monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
             monkeypatch.setattr(choice, "narrow_loses", lambda *_, **__: None)
-            monkeypatch.setattr(choice, "WIDE_LIBRARY", math.inf)
-            monkeypatch.setattr(choice, "inside_loses", lambda start, *_: behind and start == choice.SECOND)
+            monkeypatch.setattr(costs, "WIDE_LIBRARY", math.inf)
+            monkeypatch.setattr(choice, "inside_loses", lambda start, *_: behind and start == costs.SECOND)
             model, x = Model(*given), torch.empty(shape, device="meta")
             own = export.generated(model, x, "cuda", by_our_own=True)._replace(place=export.KERNELS)
             found = loader_source.parse_launchers(own.source)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from inline_kernels.engine import choice
+from inline_kernels.engine import costs
 from test_emulated import Emulated, folder, library_of, pytestmark  # noqa: F401
 
 INF, NAN = float("inf"), float("nan")
@@ -143,8 +143,8 @@ def stream(folder):  # noqa: F811
         defines |= {"SHARED_LIMIT": shared, "SHARES": shares, "BY_TAPS": int(by_taps)}
         defines |= {"SPLIT": int(split), "CAPABILITY": capability}
         packs = not x_last or x.dtype == torch.float32 or x.shape[1] % 8
-        folded = choice.stream_folded(weight.shape, settings[-1], packs, split)
-        defines["FOLDED"] = choice.PLANES if planes else choice.VIEWS if views else folded
+        folded = costs.stream_folded(weight.shape, settings[-1], packs, split)
+        defines["FOLDED"] = costs.PLANES if planes else costs.VIEWS if views else folded
         defines |= {"VALUE_T": TYPES[x.dtype], "OUTPUT_T": TYPES[result]}
         kernels = Emulated(SOURCE, library_of(SOURCE, capability * 10, defines, (), folder))
         kernels.library.emulation_device(2, 227 << 10)

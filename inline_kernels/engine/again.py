@@ -25,6 +25,7 @@ import inline_loader
 
 from . import (
     choice,
+    costs,
     direct,
     gradients,
     halves,
@@ -280,11 +281,11 @@ def pays(case: Case, found: _Found) -> bool:
     products = 2e12 * math.prod(case.weight.shape[1:]) * (3 if splits else 1) / mainloop.rate
     inside = _first_is_inside(case)
     behind = later if inside else [first, *later]  # passes of forward that would read v
-    again = (len(later) + len(parts)) * products + choice.SECOND * _stores(first, *later, *parts)
+    again = (len(later) + len(parts)) * products + costs.SECOND * _stores(first, *later, *parts)
     again += SUM * sum(sink.kind == "sums" and not sink.leaves for each in parts for sink in each.sinks)
-    again += choice.INSTRUCTION * sum(each.instructions for each in (*parts, *behind))
-    kept = choice.SECOND * (1 + (_stores(first) if inside else 0)) / scale.compute
-    kept += 1e6 * (1 + len(behind) + len(parts)) * case.x.element_size() / (choice.PASS_BYTES * scale.memory)
+    again += costs.INSTRUCTION * sum(each.instructions for each in (*parts, *behind))
+    kept = costs.SECOND * (1 + (_stores(first) if inside else 0)) / scale.compute
+    kept += 1e6 * (1 + len(behind) + len(parts)) * case.x.element_size() / (costs.PASS_BYTES * scale.memory)
     return filled * again / scale.compute <= ABOUT * kept
 
 

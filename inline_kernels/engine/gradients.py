@@ -22,7 +22,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import between, choice, jobs, layouts, library, precision, tiling
+from . import between, costs, jobs, layouts, library, precision, tiling
 from .cases import CTYPES
 
 PACKED, PACKS, FEW, STREAM = "packed", "packs", "few", "stream"
@@ -138,7 +138,7 @@ def few_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
     device, split = tiling.device_properties(x.device.index), _splits(segment, x, weight)
     size = _result_size(segment, x, weight)
     tile = tiling.few_weights(weight, size, split, device.shared)
-    return choice.few_weights_gradient(x.shape, weight.shape, size, tile, split, device)
+    return costs.few_weights_gradient(x.shape, weight.shape, size, tile, split, device)
 
 
 def _result_size(segment, x: Tensor, weight: Tensor) -> list[int]:
@@ -180,27 +180,25 @@ class _Turned(NamedTuple):
         """Does eager, for that gradient?"""
         return bool(self.settings and precision.runs_tf32(x, weight, "dx", self.settings))
 
-    def streamed(self, x: Tensor, weight: Tensor) -> choice.Streamed:
+    def streamed(self, x: Tensor, weight: Tensor) -> costs.Streamed:
         return self._streamed(x, x.dtype == torch.float32 and not self.runs_tf32(x, weight))
 
     def loses_anyhow(self, x: Tensor, weight: Tensor) -> bool:
         """Is the library faster, where it takes the longer of its ways, and ours its shorter one?"""
-        return choice.stream_microseconds(self.sizes(x), self._streamed(x, False)) >= max(
+        return costs.stream_microseconds(self.sizes(x), self._streamed(x, False)) >= max(
             self.librarys(x, weight, tf32) for tf32 in (False, True)
         )
 
-    def sizes(self, x: Tensor) -> choice.Shapes:
+    def sizes(self, x: Tensor) -> costs.Shapes:
         device = tiling.device_properties(x.device.index)
-        return choice.Shapes(self.image, self.filters, _positions(x), x.element_size(), device)
+        return costs.Shapes(self.image, self.filters, _positions(x), x.element_size(), device)
 
     def librarys(self, x: Tensor, weight: Tensor, tf32: bool) -> float:
         device, dz = tiling.device_properties(x.device.index), math.prod(self.image)
-        return choice.library_input_gradient(x.shape, weight.shape, x.element_size(), device, dz, tf32)
+        return costs.library_input_gradient(x.shape, weight.shape, x.element_size(), device, dz, tf32)
 
-    def _streamed(self, x: Tensor, split: bool) -> choice.Streamed:
-        return tiling.streamed(
-            self.sizes(x), self.walk, choice.Streamed(split=split, alone=True), stores=True
-        )
+    def _streamed(self, x: Tensor, split: bool) -> costs.Streamed:
+        return tiling.streamed(self.sizes(x), self.walk, costs.Streamed(split=split, alone=True), stores=True)
 
 
 def _positions(x: Tensor) -> int:
@@ -229,7 +227,7 @@ def stream_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
         return "the library is faster at such sizes"
     if library.is_channels_last(x, weight) or layouts.fastest(segment, x, weight, "dx") != layouts.PLANES:
         return "the library takes its operands channels last"
-    taps, by_views = weight.shape[2:], turned.streamed(x, weight).folded == choice.VIEWS
+    taps, by_views = weight.shape[2:], turned.streamed(x, weight).folded == costs.VIEWS
     if not by_views and jobs.copies_obstacle(turned.walk, taps, (1,) * len(taps)):
         return "the filter reaches too far"
     ours, theirs = stream_expected(segment, x, weight)
@@ -239,7 +237,7 @@ def stream_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
 def stream_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
     """Microseconds, by ours and by the library."""
     turned = _Turned.of(segment, x, weight)
-    ours = choice.stream_microseconds(turned.sizes(x), turned.streamed(x, weight))
+    ours = costs.stream_microseconds(turned.sizes(x), turned.streamed(x, weight))
     return ours, turned.librarys(x, weight, turned.runs_tf32(x, weight))
 
 
@@ -298,7 +296,7 @@ def expected(segment, x: Tensor, weight: Tensor, dx: bool) -> tuple[float, float
     ours, theirs = weight_expected(segment, x, weight)
     if dx:
         device = tiling.device_properties(x.device.index)
-        of_x = choice.input_gradient(x.shape, weight.shape, x.element_size(), device)
+        of_x = costs.input_gradient(x.shape, weight.shape, x.element_size(), device)
         ours, theirs = ours + of_x[0], theirs + of_x[1]
     return ours, theirs
 
@@ -313,8 +311,8 @@ def weight_expected(
     rounds = (
         last and not split and between.rounds(segment, x) and not segment.of_operand
     )  # (layouts.image_of)
-    how = choice.Differentiated(packs, split, last, rounds, later)
-    return choice.weight_gradient(x.shape, weight.shape, size, x.element_size(), how, device)
+    how = costs.Differentiated(packs, split, last, rounds, later)
+    return costs.weight_gradient(x.shape, weight.shape, size, x.element_size(), how, device)
 
 
 def packs_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:

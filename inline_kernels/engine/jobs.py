@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import between, choice, library, precision, tiling
+from . import between, costs, library, precision, tiling
 from .cases import Case
 
 # ------------------------------------------------------------------------------------------------------------------ the walk
@@ -121,9 +121,9 @@ class Job(NamedTuple):
         return Image((*self.x.shape[:2], *map(sum, around)), self.x.dtype, self.x.device)
 
     @property
-    def sizes(self) -> choice.Shapes:
+    def sizes(self) -> costs.Shapes:
         device = tiling.device_properties(self.x.device.index)
-        return choice.Shapes(self.x.shape, self.weight.shape, self.positions, self.x.element_size(), device)
+        return costs.Shapes(self.x.shape, self.weight.shape, self.positions, self.x.element_size(), device)
 
     @property
     def is_alone(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import between, choice, depthwise, library, precision
+from . import between, costs, depthwise, library, precision
 from .cases import CTYPES
 
 PLANES, TURNED, FOR_TF32, UNITS = range(4)  # kernels/load/turned.cuh's
@@ -38,7 +38,7 @@ def fastest(segment, x: Tensor, weight: Tensor, of: str) -> int:
     around = library.padding(segment.conv, weight)
     if segment.conv.padding_mode != "zeros" or any(before != after for before, after in around):
         return PLANES
-    if not choice.library_turns(weight.shape, x.element_size(), of == "forward"):
+    if not costs.library_turns(weight.shape, x.element_size(), of == "forward"):
         return PLANES
     conv, padding = segment.conv, [before for before, _ in around]
     settings = precision.Settings(conv.stride, padding, conv.dilation)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from inline_kernels.loader.operators import PLAIN
 
-from . import choice, library, precision, sink_calls, tiling
+from . import choice, costs, library, precision, sink_calls, tiling
 from .jobs import Job, copies_obstacle, padded_text, walk_defines, walk_of, walk_text
 from .passes import Unsupported
 
@@ -108,7 +108,7 @@ class Mainloop(NamedTuple):
         if (reason := self.obstacle(job)) is None and len(job.dtypes) > 1 and not choice.is_silent():
             moved = 4 if torch.float32 in job.dtypes[1:] and job.window == 1 else 8  # is v stored anyway?
             scale = tiling.device_properties(x.device.index).scale
-            if choice.inside_loses(choice.SECOND, job.instructions, moved, scale):
+            if choice.inside_loses(costs.SECOND, job.instructions, moved, scale):
                 return SLOWER_INSIDE
         return reason
 
@@ -142,9 +142,9 @@ class Mainloop(NamedTuple):
         if self.pads and job.pads:
             return f"{self.name} of a padded copy"
         folded = self.defines(job).get("FOLDED", 1) if self.walks else 1
-        if folded == choice.PLANES:
+        if folded == costs.PLANES:
             return f"{self.name} of planes as they lie"
-        return self.name + " by views of patches" * (folded == choice.VIEWS)
+        return self.name + " by views of patches" * (folded == costs.VIEWS)
 
     def all_defines(self, job: Job) -> dict:
         return self.defines(job) | (walk_defines(job.walk) if self.walks or (self.pads and job.pads) else {})
@@ -183,7 +183,7 @@ def _rows_obstacle(job: Job) -> str | None:
 
 
 def _rows_lose(job: Job) -> str | None:
-    return _narrow_loses(job, choice.rows_microseconds)
+    return _narrow_loses(job, costs.rows_microseconds)
 
 
 def _narrow_loses(job: Job, microseconds: Callable, **margin: float) -> str | None:
@@ -193,11 +193,11 @@ def _narrow_loses(job: Job, microseconds: Callable, **margin: float) -> str | No
     sizes, how = job.sizes, _streamed(job, job.window > 1)
     products = microseconds(job.image.shape, sizes.filters, sizes.itemsize, sizes.device)
     inside, of_v = _by_stream(job, how)
-    others = min(inside, of_v + how.passes * choice.pass_microseconds(sizes))
+    others = min(inside, of_v + how.passes * costs.pass_microseconds(sizes))
     return choice.narrow_loses(products, sizes, how._replace(beside_wide=False), job.pads, others, **margin)
 
 
-def _by_stream(job: Job, how: choice.Streamed) -> tuple[float, float]:
+def _by_stream(job: Job, how: costs.Streamed) -> tuple[float, float]:
     """Microseconds by stream, with the tail inside, and of v alone, which passes read; infinite where it can't run, or loses to the library."""
     sizes, single = job.sizes, (1,) * len(job.walk.stride)
     alone, inside, of_v = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1]), math.inf, math.inf
@@ -205,9 +205,9 @@ def _by_stream(job: Job, how: choice.Streamed) -> tuple[float, float]:
         return inside, of_v
     if copies_obstacle(job.walk, job.weight.shape[2:], single) is None:
         if job.front and len(job.dtypes) <= 2 and _stream_obstacle(job) is None:
-            inside = choice.stream_microseconds(sizes, how)
+            inside = costs.stream_microseconds(sizes, how)
         if not job.is_alone and _stream_obstacle(alone) is None:
-            of_v = choice.stream_microseconds(sizes, _streamed(alone, False))
+            of_v = costs.stream_microseconds(sizes, _streamed(alone, False))
     return inside, of_v
 
 
@@ -237,7 +237,7 @@ def _windows_defines(job: Job) -> dict:
 def _narrow3d_obstacle(job: Job) -> str | None:
     own = _STORES_SHARED if job.is_stored else _REDUCES_SHARED if job.sinks else _RUNS_SHARED
     reason = tiling.volume_obstacle(job.image, job.weight, job.x.dtype, own, True)
-    return reason or _narrow_loses(job, choice.volume_microseconds)
+    return reason or _narrow_loses(job, costs.volume_microseconds)
 
 
 def _one_tap_obstacle(job: Job) -> str | None:
@@ -249,11 +249,11 @@ def _one_tap_obstacle(job: Job) -> str | None:
     if choice.is_silent():
         return None
     image, filters, _, itemsize, device = job.sizes
-    ours = choice.one_tap_microseconds(image, filters, itemsize, device)
+    ours = costs.one_tap_microseconds(image, filters, itemsize, device)
     split = stream_splits(job)
-    if _wide_stores(job) and choice.wide_microseconds(image, filters, itemsize, split, device) < ours:
+    if _wide_stores(job) and costs.wide_microseconds(image, filters, itemsize, split, device) < ours:
         return "wide is faster at such sizes"
-    return _narrow_loses(job, choice.one_tap_microseconds, margin=1)
+    return _narrow_loses(job, costs.one_tap_microseconds, margin=1)
 
 
 def _wide_obstacle(job: Job) -> str | None:
@@ -261,7 +261,7 @@ def _wide_obstacle(job: Job) -> str | None:
     x, weight = job.x, job.weight
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
-    few = weight.shape[1] <= choice.FEW_CHANNELS and not _limits(job)
+    few = weight.shape[1] <= costs.FEW_CHANNELS and not _limits(job)
     if few and not choice.is_silent() and _rows_fit(job) is None:
         return "there are few channels in"
     by_wgmma = tiling.capability(x) == (9, 0)
@@ -280,7 +280,7 @@ def _wide_obstacle(job: Job) -> str | None:
         return "stream or the library is faster, whose tiles are no rows"
     lone = job.front or [[sink.kind for sink in own] for own in job.sinks] == [["store"]]
     measured = lone and len(job.dtypes) == 1 and x.dtype == torch.float32 and not stream_splits(job)
-    if measured and not job.is_alone and choice.inside_loses(choice.WIDE_TAIL, job.instructions, 8, scale):
+    if measured and not job.is_alone and choice.inside_loses(costs.WIDE_TAIL, job.instructions, 8, scale):
         return SLOWER_INSIDE
     return None
 
@@ -289,13 +289,13 @@ def _wide_loses(job: Job) -> bool:
     """Would stream take less, or, of few channels out, the library by far? Where v is written, stream runs if it takes less for that, too."""
     sizes, how = job.sizes, _streamed(job, job.window > 1)
     image, filters, _, itemsize, device = sizes
-    ours = choice.wide_microseconds(image, filters, itemsize, stream_splits(job), device)
+    ours = costs.wide_microseconds(image, filters, itemsize, stream_splits(job), device)
     inside, of_v = _by_stream(job, how)
-    read = choice.pass_microseconds(sizes)
+    read = costs.pass_microseconds(sizes)
     one_tap = sizes.taps == 1 and itemsize == 2  # of which it waits for memory
-    if filters[0] <= choice.FEW_OUT or one_tap:  # of a block of 64
-        theirs = choice.by_library(sizes, how._replace(beside_wide=False))
-        if (1 if one_tap else choice.WIDE_LIBRARY) * theirs < how.passes * ours:
+    if filters[0] <= costs.FEW_OUT or one_tap:  # of a block of 64
+        theirs = costs.by_library(sizes, how._replace(beside_wide=False))
+        if (1 if one_tap else costs.WIDE_LIBRARY) * theirs < how.passes * ours:
             return True
     if choice.wide_loses(how.passes * ours, inside):
         return True
@@ -329,7 +329,7 @@ def _stream_obstacle(job: Job) -> str | None:
         return None
     sizes, how = job.sizes, _streamed(job, job.window > 1)
     reason = choice.stream_loses(sizes, how)
-    few = how.folded == choice.VIEWS and weight.shape[0] <= choice.VIEWS_SPREAD  # for half of the lanes
+    few = how.folded == costs.VIEWS and weight.shape[0] <= costs.VIEWS_SPREAD  # for half of the lanes
     if reason is None and few and x.element_size() == 2:
         return SLOWER_INSIDE if choice.inside_loses(0, 2 * job.instructions, 4, sizes.device.scale) else None
     return reason
@@ -340,10 +340,10 @@ def is_operand(x: Tensor) -> bool:
     return library.is_channels_last(x) and x.element_size() == 2 and x.shape[1] % 8 == 0
 
 
-def _streamed(job: Job, reduces: bool) -> choice.Streamed:
+def _streamed(job: Job, reduces: bool) -> costs.Streamed:
     """passes: of products, each in place of one over v."""
     x, passes, stores = job.x, max(1, len(job.sinks)), not (reduces or job.sinks)
-    how = choice.Streamed(
+    how = costs.Streamed(
         not is_operand(x),
         stream_splits(job),
         1,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from inline_kernels.loader.operators import check_memory, is_watched
 from inline_loader import BuildError
 
-from . import cases, choice, composed, drawing, library, support, tiling, timed
+from . import cases, choice, composed, costs, drawing, library, support, tiling, timed
 from .code import Code, copy_of
 from .composed import NO_SOURCE
 from .edited import edited
@@ -373,7 +373,7 @@ class Part(Keeping):
         given = arguments._replace(dtype=support.DTYPES.index(like.dtype)), like, saving
         found = self._chosen(*given)
         if library.device_type(tensors[self.inputs]) == "cuda" and not self.asked.schedules:
-            if tiling.device_properties(device.index).scale != choice.H200:
+            if tiling.device_properties(device.index).scale != costs.H200:
                 found = found._replace(reason=f"{found.reason}; {choice.SCALED}")
         return timed.chosen(self, found, *given, foreseen) if self.able else found
 

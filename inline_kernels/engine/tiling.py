@@ -31,14 +31,14 @@ from torch import Tensor
 
 from inline_kernels.loader.operators import constant_to_tracers
 
-from . import choice
+from . import costs
 
 
 class Device(NamedTuple):
     capability: tuple[int, int]
     shared: int  # bytes of shared memory that a block may ask for
     multiprocessors: int
-    scale: choice.Scale = choice.H200
+    scale: costs.Scale = costs.H200
 
 
 @constant_to_tracers
@@ -60,7 +60,7 @@ _USUAL = {(8, 0): (1.41e9, 1.9e12), (8, 6): (1.7e9, 0.7e12), (8, 9): (2.5e9, 0.9
 _USUAL |= {(9, 0): (1.98e9, 3.4e12), (10, 0): (1.97e9, 8e12), (12, 0): (2.6e9, 1.5e12)}
 
 
-def _scale(properties, capability: tuple[int, int]) -> choice.Scale:
+def _scale(properties, capability: tuple[int, int]) -> costs.Scale:
     """Of a GPU to an H200: 132 multiprocessors at 1.98 GHz, a bus of 6,016 bits at twice 3.2 GHz. Within 5 % it is one."""
     usual = _USUAL[max([each for each in _USUAL if each <= capability], default=(8, 0))]
     clock, memory_clock, width = (
@@ -68,8 +68,8 @@ def _scale(properties, capability: tuple[int, int]) -> choice.Scale:
     )
     clock = (clock * 1e3 or usual[0]) / 1.98e9
     memory = (2 * memory_clock * 1e3 * width / 8 or usual[1]) / (2 * 3.2e9 * 6016 / 8)
-    found = choice.Scale(clock, clock * properties.multi_processor_count / 132, memory)
-    return choice.H200 if all(abs(each - 1) < 0.05 for each in found) else found
+    found = costs.Scale(clock, clock * properties.multi_processor_count / 132, memory)
+    return costs.H200 if all(abs(each - 1) < 0.05 for each in found) else found
 
 
 def capability(x: Tensor) -> tuple[int, int]:
@@ -462,7 +462,7 @@ def views(image: Sequence[int], filters: Sequence[int], walk, split: bool, devic
     lines, row = padded[-2:]
     sample = math.prod(padded)
     first = sum(each * pitch for each, pitch in zip(taps, (lines * row, row, 1)[-len(taps) :]))
-    patch = choice.VIEWS_POSITIONS + taps[-2] * row + taps[-1]
+    patch = costs.VIEWS_POSITIONS + taps[-2] * row + taps[-1]
     eights, of_plane = ceil_div(channels, 8), math.prod(kernel[-2:])
     pairs, left = (eights, eights) if split else (eights // 2, eights % 2)
     products, units = pairs * of_plane + left * ceil_div(of_plane, 2), eights * (1 + split)
@@ -470,39 +470,39 @@ def views(image: Sequence[int], filters: Sequence[int], walk, split: bool, devic
     stage, staging = ceil_div(units * patch * 16, 128) * 128, 4 * 2560  # of a team
     room = device.shared - 512 - products * 2 * 64 * 16
     teams = min(2 if split else 4, room // (staging + stage))
-    counted = sample * units < 1 << 30 and image[0] * (sample + choice.VIEWS_POSITIONS) < 1 << 31
-    if teams < 1 or not counted or (sample + choice.VIEWS_POSITIONS) * max(row, lines) >= 1 << 32:
+    counted = sample * units < 1 << 30 and image[0] * (sample + costs.VIEWS_POSITIONS) < 1 << 31
+    if teams < 1 or not counted or (sample + costs.VIEWS_POSITIONS) * max(row, lines) >= 1 << 32:
         return None
     return Views(sample - first, products, units * patch * 16 * math.prod(kernel[:-2]), teams)
 
 
-def _reads_planes(sizes: choice.Shapes, walk, how: choice.Streamed) -> bool:
+def _reads_planes(sizes: costs.Shapes, walk, how: costs.Streamed) -> bool:
     """Might kernels/conv/stream.cuh read x in planes as it lies?"""
     meets_all = {sizes.taps, *walk.stride} == {1} and not any((*walk.before, *walk.behind))
     lies = sizes.itemsize == 2 and not how.last and math.prod(sizes.image[2:]) % 8 == 0
     return lies and meets_all and how.window == 1
 
 
-def streamed(sizes: choice.Shapes, walk, how: choice.Streamed, stores: bool) -> choice.Streamed:
+def streamed(sizes: costs.Shapes, walk, how: costs.Streamed, stores: bool) -> costs.Streamed:
     """`how`, with the rows, views or planes that it multiplies. stores: are results only stored?"""
     image, filters, _, itemsize, device = sizes
-    how = how._replace(folded=choice.stream_folded(filters, walk.dilation[-1], how.packs, how.split))
+    how = how._replace(folded=costs.stream_folded(filters, walk.dilation[-1], how.packs, how.split))
     if device.capability != (9, 0):
         return how
     if stores and _reads_planes(sizes, walk, how):
-        lies = how._replace(folded=choice.PLANES, plane=math.prod(image[2:]))
-        how = min(how, lies, key=functools.partial(choice.stream_microseconds, sizes))
+        lies = how._replace(folded=costs.PLANES, plane=math.prod(image[2:]))
+        how = min(how, lies, key=functools.partial(costs.stream_microseconds, sizes))
     planned = views(image, filters, walk, how.split, device) if how.packs or stores else None
     if planned is None:
         return how
-    by_views = choice.stream_views(planned, filters[0], image[0], itemsize, how.split, device)
-    viewed = how._replace(views=by_views, folded=choice.VIEWS, shared=False, plane=0)
-    times = [choice.stream_microseconds(sizes, each) for each in (how, viewed)]
+    by_views = costs.stream_views(planned, filters[0], image[0], itemsize, how.split, device)
+    viewed = how._replace(views=by_views, folded=costs.VIEWS, shared=False, plane=0)
+    times = [costs.stream_microseconds(sizes, each) for each in (how, viewed)]
     return viewed if stores and times[1] < times[0] else how._replace(views=by_views if how.packs else None)
 
 
-def stream_defines(sizes: choice.Shapes, how: choice.Streamed) -> dict[str, int]:
-    device, tile = sizes.device, choice.stream_tile(sizes, how)
+def stream_defines(sizes: costs.Shapes, how: costs.Streamed) -> dict[str, int]:
+    device, tile = sizes.device, costs.stream_tile(sizes, how)
     known = {"CAPABILITY": 90 if device.capability == (9, 0) else 80, "SHARED_LIMIT": device.shared}
     known |= {"COLUMNS": tile.columns, "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD}
     known |= {"SPLIT": int(how.split), "SHARES": tile.shares, "FOLDED": how.folded}
