@@ -919,6 +919,7 @@ def test_on_a_cpu():
         ((16, 3, 1, 10), (9, 19), "registers"),
         ((16, 16, 5, 5), (9, 19), "registers"),
         ((16, 5, 3, 3, 3), (5, 9, 9), "4 channels in"),
+        ((33, 120, 1, 1), (9, 9), "4096 products"),  # of 36 channels out
     ],
 )
 def test_sizes_that_no_mainloop_takes(filters, size, says, device, monkeypatch):

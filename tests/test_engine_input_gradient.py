@@ -60,6 +60,19 @@ def test_the_gradient_of_x_by_stream(sizes, tf32, of_x):
     assert (request["defines"]["FOLDED"] == costs.VIEWS) == (by_views and (tf32 or filters[0] != 40))
 
 
+@pytest.mark.parametrize("size", [(6, 20), (3, 5, 8)], ids=str)
+def test_the_gradient_of_x_by_planes(size, of_x):
+    """Of a filter of one tap, in 16 bits: dz is read as it lies."""
+    ran = of_x(True, False)
+    torch.manual_seed(0)
+    model = random_model((24, 70, *[1] * len(size)), TAILS["smooth"]).to(torch.bfloat16)
+    x = numerics.random_input((3, 70, *size), dtype=torch.bfloat16).requires_grad_()
+    assert_x_by_stream(model, x, ran)
+    segment, arguments = given(model, x)
+    request = own.requests(own.Ways(x=own.STREAM), segment, *arguments[:2])["input"]
+    assert request["defines"]["FOLDED"] == costs.PLANES
+
+
 def assert_x_by_stream(model: nn.Module, x: torch.Tensor, ran: list, dy=None, tf32: bool = True) -> None:
     fast = fuse(copy.deepcopy(model))
     (plan,) = fast.plan(x)

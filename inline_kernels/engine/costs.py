@@ -41,9 +41,9 @@ VIEWS_START, VIEWS_SPLIT = 1, 1.25
 VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL, VIEWS_KILOBYTE = 0.41, 0.031, 0.014, 0.0075
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
-# Channels, from which on x in planes is turned for it (layouts.py). Of images in 16 bits and more than one tap, forward, x's count, where so many come out: in planes it
-# took 0.59 ms of 384 channels to 24 (8 x 198 x 219), where 0.49 with x turned (torch.compile).
-LIBRARY_TURNS, LIBRARY_TURNS_OUT = 32, 8
+# Channels, from which on x in planes is turned for it (layouts.py). Of images in 16 bits and more than one tap, forward, from so many of x on where so many
+# come out (384 to 24: `others` in sizes/2026-11-30-h200-drawn-later.json).
+LIBRARY_TURNS, LIBRARY_TURNS_MANY, LIBRARY_TURNS_OUT = 32, 256, 8
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
 # Of images with so many channels out at most it computes as many; of filters with more than nine taps in 16 bits (channels are computed 64 at once);
 # in TF32 where a dilation is more than 2; and where channels are no multiple of four, of which it has no operands as they lie, a multiprocessor's of
@@ -84,8 +84,8 @@ SURE_INSIDE = 0.85
 # Of filters of one tap in 16 bits, how much longer takes what packs or turns planes that are no multiple of 8 positions, and what stores odd ones
 # (trials/one_tap.json: 16 images of 256 channels, 215 x 220, to 48: 407 us; 63 x 63, to 256: 72 us).
 UNALIGNED_PACKED, ODD_STORED = 1.4, 1.3
-# kernels/conv/one_tap.cuh: products a microsecond, of an H200's 30e6.
-ONE_TAP_START, ONE_TAP_PRODUCTS = 3, 9e6
+# kernels/conv/one_tap.cuh: products a microsecond, of an H200's 30e6; positions of a sample that a block computes.
+ONE_TAP_START, ONE_TAP_PRODUCTS, ONE_TAP_POSITIONS = 3, 9e6, 512
 # kernels/conv/wide.cuh, that only writes v, by the bytes of a value, or where operands are split: microseconds of all, of any tile, 128 columns of a row and
 # 64 or 128 channels out, and of each of its products, of 16 terms for 64 channels; of how many of those weights are in registers, and how much longer it
 # takes of more. Where stream is expected to take less than so much of that it runs (trials/short_rows.json: within a ninth on average, 0.41 at most).
@@ -275,12 +275,17 @@ def _tensor_cores(device) -> float:
 
 def stream_microseconds(sizes: Shapes, how: Streamed) -> float:
     """Of stream's products and of what packs for them."""
+    return _streaming(sizes, how, sizes.taps == 1 and sizes.itemsize == 2 and not how.last)
+
+
+def _streaming(sizes: Shapes, how: Streamed, in_planes: bool) -> float:
+    """The same. in_planes: does a filter of one tap store values of 16 bits as x lies, in planes?"""
     image, filters, positions, itemsize, device = sizes
     products = stream_tile(sizes, how).microseconds * how.passes
     of_x = math.prod(image)
     if sizes.taps == 1:  # pixels that it meets are packed, but neighbours read
         of_x = min(of_x, 2 * positions * filters[1])
-    if sizes.taps == 1 and itemsize == 2 and not how.last:
+    if in_planes:
         moved = sizes.moving(of_x + positions * filters[0])
         products = max(products, moved) * (ODD_STORED if positions // image[0] % 2 else 1)
         of_x *= UNALIGNED_PACKED if math.prod(image[2:]) % 8 else 1
@@ -297,7 +302,7 @@ def taps_microseconds(sizes: Shapes, how: Streamed) -> float:
     terms, pixels = outputs * math.prod(kernel), image[0] * math.prod(image[2:])
     spread, how = (terms, channels, *[1] * len(kernel)), how._replace(folded=1, shared=False)
     moved = 8 * terms * pixels + itemsize * outputs * positions
-    ours = stream_microseconds(sizes._replace(filters=spread, positions=pixels), how)
+    ours = _streaming(sizes._replace(filters=spread, positions=pixels), how, False)
     return ours + SUMMING_START + moved / (PASS_BYTES * device.scale.memory)
 
 
@@ -360,9 +365,9 @@ def _librarys_products(sizes: Shapes, how: Streamed) -> float:
 def library_turns(filters: Sequence[int], itemsize: int, forward: bool) -> bool:
     """Is x, in planes, turned for the library's tensor cores? forward: no gradient?"""
     outputs, channels, *kernel = filters
-    counts = len(kernel) == 2 and math.prod(kernel) > 1 and outputs >= LIBRARY_TURNS_OUT
-    by_x = forward and itemsize == 2 and counts
-    return (channels if by_x else min(outputs, channels)) >= LIBRARY_TURNS
+    many = outputs >= LIBRARY_TURNS_OUT and channels >= LIBRARY_TURNS_MANY
+    images = len(kernel) == 2 and math.prod(kernel) > 1 and itemsize == 2
+    return min(outputs, channels) >= LIBRARY_TURNS or (forward and images and many)
 
 
 def by_library(sizes: Shapes, how: Streamed) -> float:
@@ -411,11 +416,11 @@ def volume_microseconds(image: Sequence[int], filters: Sequence[int], itemsize: 
 def one_tap_microseconds(image: Sequence[int], filters: Sequence[int], itemsize: int, device) -> float:
     """Of kernels/conv/one_tap.cuh: what its bytes take, or its products."""
     outputs, channels, *_ = filters
-    positions = image[0] * math.prod(image[2:])
-    moved = positions * (channels + outputs) * itemsize / (PASS_BYTES * device.scale.memory)
-    return ONE_TAP_START + max(
-        moved, positions * channels * outputs / (ONE_TAP_PRODUCTS * device.scale.compute)
-    )
+    plane = math.prod(image[2:])
+    computed = image[0] * -(-plane // ONE_TAP_POSITIONS) * ONE_TAP_POSITIONS
+    moved = image[0] * plane * (channels + outputs) * itemsize / (PASS_BYTES * device.scale.memory)
+    products = computed * channels * outputs / (ONE_TAP_PRODUCTS * device.scale.compute)
+    return ONE_TAP_START + max(moved, products)
 
 
 def wide_microseconds(

@@ -1,4 +1,4 @@
-"""The schedule `direct`: a GPU's tensor cores convolve in kernels of our own, the tail is applied to v in registers, and v is never written.
+"""The schedule `direct`: a GPU convolves in kernels of our own, mostly by its tensor cores, the tail is applied to v in registers, and v is never written.
 
 It has schedule.py's functions and signatures, and runs a segment where
 
@@ -7,13 +7,13 @@ It has schedule.py's functions and signatures, and runs a segment where
 - or windows of such a tail are pooled, and what is pointwise in those follows (`Tail::before`, `Tail::after`). Only that is written; what
   else the segment computes from it, the schedule `load` does in passes over windows;
 - the convolution has one group, and one of the `MAINLOOPS` can run it: with a stride or dilation `stream` and `taps` alone, with zeros around x
-  those of few channels in, too.
+  `narrow2d` and `narrow3d`, too.
 
 Where backward follows, what it needs of v is stored beside y, in the same launch (float32; in 16 bits it may need y alone); backward is `load`'s,
 which starts from that. A tail that takes longer so than in a pass behind v (choice.inside_loses) is left to the schedule `stored`.
 
 For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide`, `stream` and `taps` one,
-where eager runs TF32. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
+where eager runs TF32; `one_tap` multiplies float32 itself. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
 by sample, by plain sums and the same tail; where there is none it ends at once (kernels/conv/exact.cuh).
 """
 

@@ -1,5 +1,4 @@
-"""The mainloops: what each takes, its tiles, its text with a tail inside (direct.py) and with sinks (sinks.py), its cost: `MAINLOOPS`, for
-generated kernels, and `SOURCES`, around which composed sources are made. Nobody else asks for a mainloop by its name."""
+"""The mainloops: what each takes, its tiles, its text with a tail inside (direct.py) and with sinks (sinks.py): `MAINLOOPS`, for generated kernels, and `SOURCES`, around which composed sources are made. Nobody else asks for a mainloop by its name."""
 
 from __future__ import annotations
 
@@ -23,7 +22,6 @@ from .passes import Unsupported
 _RUNS_SHARED, _STORES_SHARED, _REDUCES_SHARED = 34 << 10, 42 << 10, 14 << 10
 MOST_TAPS = 128  # channels of a block
 MOST_TERMS = 1 << 30  # bytes
-MOST_ONE_TAP = 4096  # products of a position (kernels/conv/one_tap.cuh)
 MOST_PLACES = 64  # a bit for each (kernels/conv/stream_sm80.cuh)
 STAYS_LAST = "its result stays channels last for the next convolution"
 SLOWER_INSIDE = "v, and a pass over it, take less time than such a tail"
@@ -244,8 +242,6 @@ def _one_tap_obstacle(job: Job) -> str | None:
     x, weight = job.x, job.weight
     if reason := tiling.one_tap_obstacle(x, weight, x.dtype):
         return reason
-    if math.prod(weight.shape[:2]) > MOST_ONE_TAP:
-        return f"it takes up to {MOST_ONE_TAP} products of a position"
     if choice.is_silent():
         return None
     image, filters, _, itemsize, device = job.sizes
@@ -293,7 +289,7 @@ def _wide_loses(job: Job) -> bool:
     inside, of_v = _by_stream(job, how)
     read = costs.pass_microseconds(sizes)
     one_tap = sizes.taps == 1 and itemsize == 2  # of which it waits for memory
-    if filters[0] <= costs.FEW_OUT or one_tap:  # of a block of 64
+    if filters[0] <= costs.FEW_OUT or one_tap:  # few of a block of 64
         theirs = costs.by_library(sizes, how._replace(beside_wide=False))
         if (1 if one_tap else costs.WIDE_LIBRARY) * theirs < how.passes * ours:
             return True

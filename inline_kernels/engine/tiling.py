@@ -221,11 +221,18 @@ def row_tiles(x: Tensor, weight: Tensor) -> int:
     return next((tiles for tiles in (1, 2, 3, 4) if columns <= tiles * COLUMNS), 0)
 
 
+_MOST_ONE_TAP = 4096
+
+
 @first_obstacle
 def one_tap_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
-    """Of a convolution by kernels/conv/one_tap.cuh."""
+    """Of a convolution by kernels/conv/one_tap.cuh, whose static shared memory has the weights, of fours of channels out."""
     yield from _fused_obstacles(x, dtype)
-    yield {*weight.shape[2:]} != {1}, "its filter has one tap"
+    outputs, channels, *kernel = weight.shape
+    yield {*kernel} != {1}, "its filter has one tap"
+    times = ceil_div(outputs, 16)
+    products = channels * times * ceil_div(ceil_div(outputs, times), 4) * 4
+    yield products > _MOST_ONE_TAP, f"it takes up to {_MOST_ONE_TAP} products of a position"
 
 
 def rows_shared(weight: Tensor, tiles: int, *itemsizes: int) -> int:

@@ -28,7 +28,7 @@ template <class Filter> struct OneTap {
   static constexpr int kIn = Filter::kIn, kOut = Filter::kOut, kOwn = 4;
   static constexpr int kTimes = (kOut + 15) / 16, kAtOnce = ((kOut + kTimes - 1) / kTimes + 3) / 4 * 4;
   static constexpr int kPadded = kTimes * kAtOnce, kPositions = kOneTapThreads * kOwn;
-  static_assert(Filter::kTaps == 1 && kIn * kOut <= kOneTapMost);
+  static_assert(Filter::kTaps == 1 && kIn * kPadded <= kOneTapMost);
 };
 
 // Blocks: of each sample, its tiles.
@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(kOneTapThreads)
   }
   __syncthreads();  // all are there
   const int64_t n = blockIdx.x / tiles, first = blockIdx.x % tiles * int64_t(Conv::kPositions) + threadIdx.x;
+  if (first >= S) return;
   const auto real = [&](int i) { return first + i * kOneTapThreads < S; };
 #pragma unroll 1
   for (int from = 0; from < kOut; from += kAtOnce) {

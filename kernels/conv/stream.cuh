@@ -317,7 +317,7 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
   };
   const auto launch = [&](const auto& besides) {
     const store::Positions<T, kResultsLast, kRounds> out{y.to};
-    static_assert(kStreamsBySm90 || kFolded != kViews, "views are wgmma's");
+    static_assert(kStreamsBySm90 || kFolded > 0, "views and planes are wgmma's");
     if constexpr (kFolded == kViews)
       conv::views<Filter, Operands, kSharedLimit, kLast>(x, weight, walk, y.tail, out, besides, largest,
                                                          stream, behind);

@@ -2,8 +2,8 @@
 // and tensor cores want them.
 //
 //   x        (N, (D,) H, W, kPixel) of operands: C padded to a multiple of 8; where x of 16 bits lies so
-//            already, it is not packed. Split, 16 channels' high parts and then their low ones, or 8 and 8
-//            where that is all. Folded, rows have their padding
+//            already, it is not packed; nor where it is read in planes as it lies. Split, 16 channels' high
+//            parts and then their low ones, or 8 and 8 where that is all. Folded, rows have their padding
 //   weights  [channel block][group of kGroup operands of a row][copy], kBlockChannels rows of kGroup values,
 //            swizzled (core/tensor_map.cuh): as a row's; beside 8 and 8, [high, high], and then as many rows
 //            of [low, 0]

@@ -88,15 +88,14 @@ struct StreamSm90 : Conv {
     int channel_block, position, share, end, n = 0, in_sample = 0;
     __device__ __forceinline__ Tile(const Arguments& args, int unit, int rank)
         : channel_block(unit % kChannelUnits * (kByChannels ? kCluster : 1) + (kByChannels ? rank : 0)),
-          position(
-              (unit / (kChannelUnits * kShares) * (kByChannels ? 1 : kCluster) + (kByChannels ? 0 : rank)) *
-              kTilePositions),
           share(unit / kChannelUnits % kShares), end(args.positions()) {
+      const int tile =
+          unit / (kChannelUnits * kShares) * (kByChannels ? 1 : kCluster) + (kByChannels ? 0 : rank);
       if constexpr (kInPlanes) {
-        const int tile = position / kTilePositions, S = args.sample(), of_sample = tiles_of_sample(args);
+        const int S = args.sample(), of_sample = tiles_of_sample(args);
         n = tile / of_sample, in_sample = (tile - n * of_sample) * kTilePositions;
         position = n * S + in_sample, end = n < args.N ? (n + 1) * S : 0;
-      }
+      } else position = tile * kTilePositions;
     }
     __device__ __forceinline__ int from() const { return share * kSteps / kShares; }
     __device__ __forceinline__ int to() const { return (share + 1) * kSteps / kShares; }
