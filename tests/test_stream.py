@@ -270,9 +270,14 @@ def test_layouts_on_sm80(case, dtype, x_last, y_last, shares, stream):
     assert_close(y, x, weight, settings)
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("given", [{"capability": 90, "shared": 227 << 10}, SM86], ids=str)
-@pytest.mark.parametrize("channels", [40, 136])
+SM90 = {"capability": 90, "shared": 227 << 10}
+
+
+@pytest.mark.parametrize(
+    "channels, given, split",
+    [(40, SM90, False), (136, SM90, True), (40, SM86, True), (136, SM86, False)],
+    ids=str,
+)
 def test_sinks(channels, given, split, folder):  # noqa: F811
     """Windows; a second result, and a tail that reads places; sums over channels, and over positions. Of so many places on axes that more than 32 bits are needed."""
     filters, image = (channels, 20, 9, 10), (3, 13, 11)
