@@ -30,7 +30,7 @@ from fused_pairs import (  # noqa: F401
     patched,
     runs,
 )
-from inline_kernels.engine.fuse import fuse
+from inline_kernels.engine.fuse import fuse, structure_of
 
 # ------------------------------------------------------------------------------------------------------- changes by a user
 
@@ -342,6 +342,28 @@ def test_names_outside_of_the_class(monkeypatch):
     monkeypatch.setitem(globals(), "leaking", torch.tanh)
     assert_same(fast, model, x)
     assert runs(fast, x) == ["load"]
+
+
+PAIR = torch.tensor(0.5), torch.ones(2)
+
+
+def test_a_global_of_an_attribute_s_name_is_another(monkeypatch):
+    """So that nothing is captured anew for it. Of a tuple that forward reads tensors are told apart by identity."""
+
+    class Paired(Pointwise):
+        def forward(self, x):
+            return F.relu(self.conv(x)) * PAIR[0]
+
+    monkeypatch.setitem(INPUTS, Paired, INPUTS[Pointwise])
+    monkeypatch.setitem(globals(), "conv", (torch.ones(2), torch.ones(3)))
+    model, fast, x = pair(Paired)
+    assert_same(fast, model, x)
+    before = structure_of(fast, (x,), {})
+    monkeypatch.setitem(globals(), "conv", (torch.ones(2), torch.ones(3)))
+    assert_same(fast, model, x)
+    assert structure_of(fast, (x,), {}) is before
+    monkeypatch.setitem(globals(), "PAIR", (torch.tensor(2.0), torch.ones(2)))
+    assert_same(fast, model, x)
 
 
 def test_lists_that_forward_reads():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import sys
 import types
@@ -311,7 +312,11 @@ class Guards:
 
 
 def _is_same(now, was) -> bool:
-    return now is was or (type(now) is type(was) and type(now) in _BY_VALUE and now == was)
+    if now is was or type(now) is not type(was) or type(now) not in _BY_VALUE:
+        return now is was
+    if isinstance(now, tuple):  # of tensors, say, which compare to no truth
+        return len(now) == len(was) and all(map(_is_same, now, was))
+    return now == was
 
 
 class _Where:
@@ -361,8 +366,10 @@ def _outside(functions: Sequence) -> dict[tuple[str, _Where], object]:
 
 
 def _names(code: types.CodeType) -> set[str]:
+    """Of globals that it reads; co_names has those of attributes, too."""
     inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*inner)
+    own = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return own.union(*inner)
 
 
 def _is_torchs(cls: type) -> bool:
