@@ -344,7 +344,7 @@ def test_names_outside_of_the_class(monkeypatch):
     assert runs(fast, x) == ["load"]
 
 
-PAIR = torch.tensor(0.5), torch.ones(2)
+PAIR = torch.ones(2), torch.tensor(0.5)
 
 
 def test_a_global_of_an_attribute_s_name_is_another(monkeypatch):
@@ -352,7 +352,7 @@ def test_a_global_of_an_attribute_s_name_is_another(monkeypatch):
 
     class Paired(Pointwise):
         def forward(self, x):
-            return F.relu(self.conv(x)) * PAIR[0]
+            return F.relu(self.conv(x)) * PAIR[1]
 
     monkeypatch.setitem(INPUTS, Paired, INPUTS[Pointwise])
     monkeypatch.setitem(globals(), "conv", (torch.ones(2), torch.ones(3)))
@@ -362,7 +362,7 @@ def test_a_global_of_an_attribute_s_name_is_another(monkeypatch):
     monkeypatch.setitem(globals(), "conv", (torch.ones(2), torch.ones(3)))
     assert_same(fast, model, x)
     assert structure_of(fast, (x,), {}) is before
-    monkeypatch.setitem(globals(), "PAIR", (torch.tensor(2.0), torch.ones(2)))
+    monkeypatch.setitem(globals(), "PAIR", (torch.ones(2), torch.tensor(2.0)))
     assert_same(fast, model, x)
 
 
