@@ -289,6 +289,8 @@ FAULTS = [
     Fault("kernels/conv/stream_sm90.cuh", "end = n < args.N ? (n + 1) * S : 0", "end = args.positions()", "test_stream.py -k planes"),
     Fault("kernels/conv/stream_sm90.cuh", "(kInPlanes ? i % kOfSlab * 128 : at)", "at", "test_stream.py -k planes"),
     Fault("kernels/conv/one_tap.cuh", "return first + i * kOneTapThreads < S;", "return true;", "test_engine_direct.py -k one_tap"),
+    Fault("inline_kernels/engine/guards.py", "self._contents += _containers(value for _, value in self._outside)", "pass", "test_engine_changes.py -k change_in_place"),
+    Fault("inline_kernels/engine/guards.py", "left += [each for each in held if", "left += [each for each in () if", "test_engine_changes.py -k change_in_place"),
     Fault("inline_kernels/engine/guards.py", "return len(now) == len(was) and all(map(_is_same, now, was))", "return now == was", "test_engine_changes.py -k attribute_s_name"),
     Fault("inline_kernels/engine/tiling.py", "math.prod(sizes.image[2:]) % 8 == 0", "math.prod(sizes.image[2:]) % 4 == 0", "test_engine_direct.py -k planes_as"),
     Fault("kernels/conv/stream_operands.cuh", "line % OH * stride[1]", "line % OH", "test_stream.py -k sizes"),

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -340,6 +341,46 @@ def test_names_outside_of_the_class(monkeypatch):
     power = 3.0
     assert_same(fast, model, x)
     monkeypatch.setitem(globals(), "leaking", torch.tanh)
+    assert_same(fast, model, x)
+    assert runs(fast, x) == ["load"]
+
+
+SETTINGS = {"slope": 0.5, "more": {"scales": [1.0, 2.0]}}
+ARRAY = numpy.array([0.5, 2.0])
+
+
+class Options:
+    shift = None
+
+
+OPTIONS = Options()
+
+
+@pytest.mark.parametrize("what", ["dictionary", "list in it", "array", "object", "list that is enclosed"])
+def test_names_outside_that_change_in_place(what, monkeypatch):
+    monkeypatch.setattr(OPTIONS, "shift", 0.25)
+    monkeypatch.setitem(SETTINGS, "slope", 0.5)
+    SETTINGS["more"]["scales"][1], ARRAY[1] = 2.0, 2.0
+    enclosed = [3.0]
+
+    class Outside(Pointwise):
+        def forward(self, x):
+            v = F.leaky_relu(self.conv(x), SETTINGS["slope"]) * SETTINGS["more"]["scales"][1]
+            return (v * float(ARRAY[1]) + OPTIONS.shift) * enclosed[0]
+
+    monkeypatch.setitem(INPUTS, Outside, INPUTS[Pointwise])
+    model, fast, x = pair(Outside)
+    assert_same(fast, model, x)
+    if what == "dictionary":
+        SETTINGS["slope"] = 0.125
+    elif what == "list in it":
+        SETTINGS["more"]["scales"][1] = 5.0
+    elif what == "array":
+        ARRAY[1] = 7.0
+    elif what == "object":
+        OPTIONS.shift = 1.5
+    else:
+        enclosed[0] = -2.0
     assert_same(fast, model, x)
     assert runs(fast, x) == ["load"]
 

@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_, is_not
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +22,8 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _METHODS = frozenset(vars(nn.Module)) - {"forward"}
 _TABLES = "_parameters", "_buffers", "_modules"
 _SMALL = 1 << 16  # elements of a tensor of which tracing gets a copy
-_BY_VALUE = (bool, int, float, str, tuple, torch.Size)
+_BY_VALUE = (bool, int, float, str, bytes, tuple, torch.Size)
+_MOST_HELD = 10_000  # values of containers in containers that are watched
 
 
 # ----------------------------------------------------------------------------------------------------------------- recording
@@ -133,15 +135,32 @@ def _state(module: nn.Module) -> dict[str, tuple]:
 
 
 def _held(value) -> list | None:
-    """What a list, a dictionary, a set or a plain object, as settings are kept in, holds; None: nothing that can change in place."""
+    """What a list, a dictionary, a set, a small array or a plain object, as settings are kept in, holds; None: nothing that can change in place."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, (list, set)):
         return [*value]
+    if isinstance(value, numpy.ndarray):
+        return [value.shape, value.tobytes()] if value.size <= _SMALL and not value.dtype.hasobject else None
     cls = type(value)
     plain = not (_is_torchs(cls) or issubclass(cls, (nn.Module, Tensor, type)) or callable(value))
     fields = getattr(value, "__dict__", None) if plain else None
     return [*fields, *fields.values()] if isinstance(fields, dict) else None
+
+
+def _containers(values: Iterable) -> list[tuple[object, list]]:
+    """Those of them, and of the lists, dictionaries, sets and arrays in them, that can change in place, each with what it holds."""
+    found, seen, count, left = [], set(), 0, [*values]
+    while left and count <= _MOST_HELD:
+        value = left.pop()
+        if id(value) not in seen and (held := _held(value)) is not None:
+            seen.add(id(value))
+            found.append((value, held))
+            count += len(held)
+            left += [each for each in held if isinstance(each, (dict, list, set, tuple, numpy.ndarray))]
+        elif isinstance(value, tuple):
+            left += value
+    return found
 
 
 def _content(value) -> object:
@@ -242,6 +261,7 @@ class Guards:
         functions = [cls.forward for cls in self._classes if not _is_torchs(cls)]
         functions += [f for _, _, values in self._of_classes for f in values if inspect.isfunction(f)]
         self._outside = [*_outside(functions).items()]
+        self._contents += _containers(value for _, value in self._outside)
         tables = [table for table, *_ in [*self._values, *self._whole]]
         tables += [vars(owner if owner is not None else model) for owner, _ in self._sources.values()]
         self._tables = [*{id(table): table for table in tables}.values()]
@@ -250,7 +270,7 @@ class Guards:
     def _remember(self, table: dict, keys: Sequence[str]) -> None:
         values = [table.get(key) for key in keys]
         self._values.append((table, tuple(keys), values))
-        self._contents += [(value, held) for value in values if (held := _held(value)) is not None]
+        self._contents += _containers(values)
 
     def _at(self, path: str, model: nn.Module) -> nn.Module:
         return self._by_path[path] if path else model
