@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import random
+import types
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -356,7 +357,14 @@ class Options:
 OPTIONS = Options()
 
 
-@pytest.mark.parametrize("what", ["dictionary", "list in it", "array", "object", "list that is enclosed"])
+MODULE = types.ModuleType("settings")
+MODULE.power, MODULE.shifts = 2.0, [0.5]
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["dictionary", "list in it", "array", "object", "list that is enclosed", "module", "list of a module"],
+)
 def test_names_outside_that_change_in_place(what, monkeypatch):
     monkeypatch.setattr(OPTIONS, "shift", 0.25)
     monkeypatch.setitem(SETTINGS, "slope", 0.5)
@@ -366,7 +374,8 @@ def test_names_outside_that_change_in_place(what, monkeypatch):
     class Outside(Pointwise):
         def forward(self, x):
             v = F.leaky_relu(self.conv(x), SETTINGS["slope"]) * SETTINGS["more"]["scales"][1]
-            return (v * float(ARRAY[1]) + OPTIONS.shift) * enclosed[0]
+            v = (v * float(ARRAY[1]) + OPTIONS.shift) * enclosed[0]
+            return v * MODULE.power + MODULE.shifts[0]
 
     monkeypatch.setitem(INPUTS, Outside, INPUTS[Pointwise])
     model, fast, x = pair(Outside)
@@ -379,6 +388,10 @@ def test_names_outside_that_change_in_place(what, monkeypatch):
         ARRAY[1] = 7.0
     elif what == "object":
         OPTIONS.shift = 1.5
+    elif what == "module":
+        MODULE.power += 1
+    elif what == "list of a module":
+        MODULE.shifts[0] += 1
     else:
         enclosed[0] = -2.0
     assert_same(fast, model, x)

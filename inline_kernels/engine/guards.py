@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dis
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Iterable, Sequence
@@ -364,8 +365,8 @@ def _value_of(name: str, where: _Where):
 
 
 def _outside(functions: Sequence) -> dict[tuple[str, _Where], object]:
-    """What those functions, and whatever of the user's they call by name, find outside: globals and what they enclose; but modules and
-    classes, of which nothing is expected to change."""
+    """What those functions, and whatever of the user's they call by name, find outside: globals and what they enclose; of modules but Python's
+    and torch's own, numbers, words and containers of names that the code has; nothing of classes."""
     found: dict[tuple[str, _Where], object] = {}
     seen, stack = set(), [f for f in functions if inspect.isfunction(f)]
     while stack:
@@ -374,6 +375,10 @@ def _outside(functions: Sequence) -> dict[tuple[str, _Where], object]:
             continue
         seen.add(function)
         names = [(name, _Where(function.__globals__)) for name in _names(function.__code__)]
+        settings = [value for name, where in names if _has_settings(value := _value_of(name, where))]
+        for name, table in itertools.product(_all_names(function.__code__), map(vars, settings)):
+            if _is_simple(value := table.get(name)) or isinstance(value, (dict, list, set, numpy.ndarray)):
+                found[name, _Where(table)] = value
         names += zip(function.__code__.co_freevars, map(_Where, function.__closure__ or ()))
         for name, where in names:
             value = _value_of(name, where)
@@ -390,6 +395,18 @@ def _names(code: types.CodeType) -> set[str]:
     inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     own = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return own.union(*inner)
+
+
+def _all_names(code: types.CodeType) -> set[str]:
+    """Those of attributes, too."""
+    inner = [_all_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _has_settings(value) -> bool:
+    """Is that a module of the user's?"""
+    own = ("torch", "numpy", *sys.stdlib_module_names)
+    return isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in own
 
 
 def _is_torchs(cls: type) -> bool:
