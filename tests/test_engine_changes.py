@@ -358,12 +358,22 @@ OPTIONS = Options()
 
 
 MODULE = types.ModuleType("settings")
-MODULE.power, MODULE.shifts = 2.0, [0.5]
+MODULE.power, MODULE.shifts, MODULE.inner = 2.0, [0.5], types.ModuleType("settings.inner")
+MODULE.inner.gain = 1.5
 
 
 @pytest.mark.parametrize(
     "what",
-    ["dictionary", "list in it", "array", "object", "list that is enclosed", "module", "list of a module"],
+    [
+        "dictionary",
+        "list in it",
+        "array",
+        "object",
+        "list that is enclosed",
+        "module",
+        "list of a module",
+        "module in it",
+    ],
 )
 def test_names_outside_that_change_in_place(what, monkeypatch):
     monkeypatch.setattr(OPTIONS, "shift", 0.25)
@@ -375,7 +385,7 @@ def test_names_outside_that_change_in_place(what, monkeypatch):
         def forward(self, x):
             v = F.leaky_relu(self.conv(x), SETTINGS["slope"]) * SETTINGS["more"]["scales"][1]
             v = (v * float(ARRAY[1]) + OPTIONS.shift) * enclosed[0]
-            return v * MODULE.power + MODULE.shifts[0]
+            return (v * MODULE.power + MODULE.shifts[0]) * MODULE.inner.gain
 
     monkeypatch.setitem(INPUTS, Outside, INPUTS[Pointwise])
     model, fast, x = pair(Outside)
@@ -390,6 +400,8 @@ def test_names_outside_that_change_in_place(what, monkeypatch):
         OPTIONS.shift = 1.5
     elif what == "module":
         MODULE.power += 1
+    elif what == "module in it":
+        MODULE.inner.gain += 1
     elif what == "list of a module":
         MODULE.shifts[0] += 1
     else:

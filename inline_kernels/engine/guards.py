@@ -374,12 +374,9 @@ def _outside(functions: Sequence) -> dict[tuple[str, _Where], object]:
         if function in seen or function.__module__.partition(".")[0] == "torch":
             continue
         seen.add(function)
-        names = [(name, _Where(function.__globals__)) for name in _names(function.__code__)]
-        settings = [value for name, where in names if _has_settings(value := _value_of(name, where))]
-        for name, table in itertools.product(_all_names(function.__code__), map(vars, settings)):
-            if _is_simple(value := table.get(name)) or isinstance(value, (dict, list, set, numpy.ndarray)):
-                found[name, _Where(table)] = value
+        names = [(name, _Where(function.__globals__)) for name in _globals(function.__code__)]
         names += zip(function.__code__.co_freevars, map(_Where, function.__closure__ or ()))
+        found |= _settings(function.__code__, [_value_of(*each) for each in names])
         for name, where in names:
             value = _value_of(name, where)
             if value is None or isinstance(value, (types.ModuleType, type, nn.Module)):
@@ -390,23 +387,34 @@ def _outside(functions: Sequence) -> dict[tuple[str, _Where], object]:
     return found
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """Of globals that it reads; co_names has those of attributes, too."""
-    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    own = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return own.union(*inner)
+def _settings(code: types.CodeType, values: Iterable) -> dict[tuple[str, _Where], object]:
+    """Numbers, words and containers that the user's modules among the values, and in those, have by names of the code."""
+    found, names, left, seen = {}, set().union(*[each.co_names for each in _codes(code)]), [*values], set()
+    while left:
+        module = left.pop()
+        if not isinstance(module, types.ModuleType) or module in seen:
+            continue
+        if module.__name__.partition(".")[0] in ("torch", "numpy", *sys.stdlib_module_names):
+            continue
+        seen.add(module)
+        having = {name: value for name in names if (value := vars(module).get(name)) is not None}
+        left += having.values()
+        for name, value in having.items():
+            if _is_simple(value) or isinstance(value, (dict, list, set, numpy.ndarray)):
+                found[name, _Where(vars(module))] = value
+    return found
 
 
-def _all_names(code: types.CodeType) -> set[str]:
-    """Those of attributes, too."""
-    inner = [_all_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*inner)
+def _globals(code: types.CodeType) -> set[str]:
+    """Names of those that it reads; co_names has those of attributes, too."""
+    read = itertools.chain(*map(dis.get_instructions, _codes(code)))
+    return {each.argval for each in read if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
-def _has_settings(value) -> bool:
-    """Is that a module of the user's?"""
-    own = ("torch", "numpy", *sys.stdlib_module_names)
-    return isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in own
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    """It, and what is defined in it."""
+    inner = [_codes(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return [code, *itertools.chain(*inner)]
 
 
 def _is_torchs(cls: type) -> bool:

@@ -19,7 +19,8 @@ namespace conv {
 
 constexpr int kOneTapThreads = 128, kOneTapMost = 4096;  // products of a position
 
-template <class T, class Tail> struct Kept {
+// A result as a kernel has it.
+template <class T, class Tail> struct Result {
   T* y;
   Tail tail;
 };
@@ -34,7 +35,7 @@ template <class Filter> struct OneTap {
 // Blocks: of each sample, its tiles.
 template <class Conv, class... Each>
 __global__ void __launch_bounds__(kOneTapThreads)
-    one_tap_kernel(const value_t* x, const value_t* weight, int tiles, int64_t S, Each... kept) {
+    one_tap_kernel(const value_t* x, const value_t* weight, int tiles, int64_t S, Each... results) {
   await_previous_kernel();
   constexpr int kIn = Conv::kIn, kOut = Conv::kOut, kOwn = Conv::kOwn, kAtOnce = Conv::kAtOnce;
   __shared__ float4 weights[kIn][Conv::kPadded / 4];
@@ -78,11 +79,11 @@ __global__ void __launch_bounds__(kOneTapThreads)
         }
       }
     };
-    (store(kept), ...);
+    (store(results), ...);
   }
 }
 
-// Each stored.to = stored.tail(conv(x, weight)), x in planes.
+// Each stored.to = stored.tail(conv(x, weight)), x in planes. Throws std::runtime_error for other sizes.
 template <class Filter, class... T, class... Tails>
 void one_tap(const In<value_t>& x, const In<value_t>& weight, cudaStream_t stream,
              const Stored<T, Tails>&... stored) {
@@ -94,8 +95,8 @@ void one_tap(const In<value_t>& x, const In<value_t>& weight, cudaStream_t strea
   expect_elements("x", x, N * Conv::kIn * S);
   (expect_elements("a result", stored.to, N * Conv::kOut * S), ...);
   if (N * tiles >= int64_t(1) << 31) throw std::runtime_error("expected fewer positions");
-  launch_early(one_tap_kernel<Conv, Kept<T, Tails>...>, N * tiles, kOneTapThreads, stream, x.data,
-               weight.data, int(tiles), S, Kept<T, Tails>{stored.to, stored.tail}...);
+  launch_early(one_tap_kernel<Conv, Result<T, Tails>...>, N * tiles, kOneTapThreads, stream, x.data,
+               weight.data, int(tiles), S, Result<T, Tails>{stored.to, stored.tail}...);
 }
 
 }  // namespace conv

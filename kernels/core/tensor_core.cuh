@@ -354,7 +354,7 @@ template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]
 
 // D (64×n) += A (64×16) · B (16×n), n = 64, 128, 192 or 256, by four warps: warp i has rows 16 i … 16 i + 15
 // of A and D, fragments as above. A lies in registers or in shared memory. Where `accumulate` is false, what
-// D held before does not count.
+// D held before does not count. kTransposed: B as by describe_swizzled_transposed (core/tensor_map.cuh).
 #define NAMES_64                                                           \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
