@@ -70,30 +70,30 @@ _CALLED = {"epilogue": "the library's convolution with a pass of ours behind it"
 RECORD = "benchmarks/results/grid/2026-11-24-h200.json"
 
 
-def stream_loses(sizes: costs.Shapes, how: costs.Streamed) -> str | None:
+def stream_loses(shapes: costs.Shapes, how: costs.Streamed) -> str | None:
     """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None."""
-    ours = costs.stream_microseconds(sizes, how)
-    products = costs.stream_tile(sizes, how).microseconds * how.passes
-    reading = how.passes * costs.pass_microseconds(sizes)
+    ours = costs.stream_microseconds(shapes, how)
+    products = costs.stream_tile(shapes, how).microseconds * how.passes
+    reading = how.passes * costs.pass_microseconds(shapes)
     if how.folded != costs.VIEWS and how.views is not None and how.views + reading < products:
         return "v by views of patches, and passes over it, take less time"
     if how.beside_wide:  # a tile's time is of what is small
-        ours += sizes.moving(sizes.positions * sizes.filters[0] / how.window)
-    return library_wins(ours, sizes, how)
+        ours += shapes.moving(shapes.positions * shapes.filters[0] / how.window)
+    return library_wins(ours, shapes, how)
 
 
-def taps_lose(sizes: costs.Shapes, how: costs.Streamed, beside_library: bool = True) -> str | None:
+def taps_lose(shapes: costs.Shapes, how: costs.Streamed, beside_library: bool = True) -> str | None:
     """Why not taps; or None. beside_library: may the library win?"""
-    ours = costs.taps_microseconds(sizes, how)
-    if costs.stream_microseconds(sizes, how) <= ours:
+    ours = costs.taps_microseconds(shapes, how)
+    if costs.stream_microseconds(shapes, how) <= ours:
         return "stream is faster at such sizes"
-    return library_wins(ours, sizes, how) if beside_library else None
+    return library_wins(ours, shapes, how) if beside_library else None
 
 
-def library_wins(ours: float, sizes: costs.Shapes, how: costs.Streamed) -> str | None:
+def library_wins(ours: float, shapes: costs.Shapes, how: costs.Streamed) -> str | None:
     """Why not a mainloop that takes so many microseconds in stream's place; or None."""
     sure = costs.SURE_INSIDE if how.inside else 1
-    if ours < sure * costs.by_library(sizes, how):
+    if ours < sure * costs.by_library(shapes, how):
         return None
     behind = " is" if how.alone else " and a pass behind it are"
     return f"the library's convolution{behind} faster at such sizes"
@@ -106,7 +106,7 @@ def wide_loses(ours: float, by_stream: float) -> bool:
 
 def narrow_loses(
     products: float,
-    sizes: costs.Shapes,
+    shapes: costs.Shapes,
     how: costs.Streamed,
     copies: bool,
     others: float,
@@ -114,8 +114,8 @@ def narrow_loses(
 ) -> str | None:
     """Why not a mainloop of few channels in, whose products take so many microseconds; or None. how: of stream in its place. copies: is the image first
     copied, with zeros around it? others: microseconds by other mainloops. margin: so many times as fast the library must be expected to be."""
-    copied = costs.PACKING_START + sizes.moving(2 * math.prod(sizes.image)) if copies else 0
-    ours, theirs = how.passes * products + copied, costs.by_library(sizes, how)
+    copied = costs.PACKING_START + shapes.moving(2 * math.prod(shapes.image)) if copies else 0
+    ours, theirs = how.passes * products + copied, costs.by_library(shapes, how)
     if margin * theirs <= ours:
         return "the library's convolution is faster at such sizes"
     return "another mainloop is faster at such sizes" if others <= ours else None

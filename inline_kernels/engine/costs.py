@@ -207,12 +207,12 @@ def _pixel(channels: int, split: bool) -> int:
     return -(-channels // 8) * 8 * (1 + split)
 
 
-def stream_tile(sizes: Shapes, how: Streamed) -> StreamTile:
+def stream_tile(shapes: Shapes, how: Streamed) -> StreamTile:
     if how.folded == VIEWS:
         return StreamTile(VIEWS_POSITIONS, 1, how.views)
-    if sizes.device.capability != (9, 0):
-        return _gathered_tile(sizes, how)
-    (outputs, channels, *kernel), positions, device = sizes.filters, sizes.positions, sizes.device
+    if shapes.device.capability != (9, 0):
+        return _gathered_tile(shapes, how)
+    (outputs, channels, *kernel), positions, device = shapes.filters, shapes.positions, shapes.device
     block = 128 if outputs > 64 else 64
     folded = max(how.folded, 1)
     row, copies = _pixel(channels, how.split) * folded, math.prod(kernel) // folded
@@ -220,7 +220,7 @@ def stream_tile(sizes: Shapes, how: Streamed) -> StreamTile:
     copies *= -(-row // group)
     steps, results = -(-copies // (64 // group)), positions * outputs
     found = []
-    for columns, (start, tile, step) in (SPLIT_TILES if how.split else STREAM_TILES[sizes.itemsize]).items():
+    for columns, (start, tile, step) in (SPLIT_TILES if how.split else STREAM_TILES[shapes.itemsize]).items():
         if how.reduces and columns > 128:
             continue
         of_tile = min(columns, 192 if block == 64 else columns) * 128 // block
@@ -250,9 +250,9 @@ def _summing(shares: int, results: int, device) -> float:
     return SUMMING_START + 4 * shares * results / (PASS_BYTES * device.scale.memory)
 
 
-def _gathered_tile(sizes: Shapes, how: Streamed) -> StreamTile:
+def _gathered_tile(shapes: Shapes, how: Streamed) -> StreamTile:
     """Of kernels/conv/stream_sm80.cuh: GATHERED_BLOCKS tiles of a multiprocessor at a time."""
-    (outputs, channels, *kernel), positions, device = sizes.filters, sizes.positions, sizes.device
+    (outputs, channels, *kernel), positions, device = shapes.filters, shapes.positions, shapes.device
     block, row = 128 if outputs > 64 else 64, _pixel(channels, how.split) * how.folded
     group = 32 if row > 16 else 16
     steps = -(-(-(-row // group) * math.prod(kernel) // how.folded) // (32 // group))
@@ -273,20 +273,20 @@ def _tensor_cores(device) -> float:
     return TENSOR_CORES.get(device.capability, 0.25)
 
 
-def stream_microseconds(sizes: Shapes, how: Streamed) -> float:
+def stream_microseconds(shapes: Shapes, how: Streamed) -> float:
     """Of stream's products and of what packs for them."""
-    return _streaming(sizes, how, sizes.taps == 1 and sizes.itemsize == 2 and not how.last)
+    return _streaming(shapes, how, shapes.taps == 1 and shapes.itemsize == 2 and not how.last)
 
 
-def _streaming(sizes: Shapes, how: Streamed, in_planes: bool) -> float:
+def _streaming(shapes: Shapes, how: Streamed, in_planes: bool) -> float:
     """The same. in_planes: does a filter of one tap store values of 16 bits as x lies, in planes?"""
-    image, filters, positions, itemsize, device = sizes
-    products = stream_tile(sizes, how).microseconds * how.passes
+    image, filters, positions, itemsize, device = shapes
+    products = stream_tile(shapes, how).microseconds * how.passes
     of_x = math.prod(image)
-    if sizes.taps == 1:  # pixels that it meets are packed, but neighbours read
+    if shapes.taps == 1:  # pixels that it meets are packed, but neighbours read
         of_x = min(of_x, 2 * positions * filters[1])
     if in_planes:
-        moved = sizes.moving(of_x + positions * filters[0])
+        moved = shapes.moving(of_x + positions * filters[0])
         products = max(products, moved) * (ODD_STORED if positions // image[0] % 2 else 1)
         of_x *= UNALIGNED_PACKED if math.prod(image[2:]) % 8 else 1
     packs = (how.packs or how.folded == VIEWS) and not how.plane
@@ -296,19 +296,19 @@ def _streaming(sizes: Shapes, how: Streamed, in_planes: bool) -> float:
     return products + launches * PACKING_START + moved
 
 
-def taps_microseconds(sizes: Shapes, how: Streamed) -> float:
+def taps_microseconds(shapes: Shapes, how: Streamed) -> float:
     """Of kernels/conv/taps.cuh, with what packs for it and what adds its products."""
-    image, (outputs, channels, *kernel), positions, itemsize, device = sizes
+    image, (outputs, channels, *kernel), positions, itemsize, device = shapes
     terms, pixels = outputs * math.prod(kernel), image[0] * math.prod(image[2:])
     spread, how = (terms, channels, *[1] * len(kernel)), how._replace(folded=1, shared=False)
     moved = 8 * terms * pixels + itemsize * outputs * positions
-    ours = _streaming(sizes._replace(filters=spread, positions=pixels), how, False)
+    ours = _streaming(shapes._replace(filters=spread, positions=pixels), how, False)
     return ours + SUMMING_START + moved / (PASS_BYTES * device.scale.memory)
 
 
-def _librarys_rate(sizes: Shapes, how: Streamed) -> float:
+def _librarys_rate(shapes: Shapes, how: Streamed) -> float:
     """Multiplications and additions a microsecond of the library's convolution; how.split: where it runs no TF32."""
-    image, filters, itemsize, split = sizes.image, sizes.filters, sizes.itemsize, how.split
+    image, filters, itemsize, split = shapes.image, shapes.filters, shapes.itemsize, how.split
 
     def computed(count: int, at_once: int) -> float:
         return -(-count // at_once) * at_once / count
@@ -344,16 +344,16 @@ def _librarys_rate(sizes: Shapes, how: Streamed) -> float:
     return max(rate, LIBRARY_ONE_CHANNEL) if channels == 1 and len(kernel) == 2 else rate
 
 
-def _librarys_products(sizes: Shapes, how: Streamed) -> float:
+def _librarys_products(shapes: Shapes, how: Streamed) -> float:
     """Their microseconds."""
-    _, (outputs, channels, *kernel), positions, itemsize, device = sizes
+    _, (outputs, channels, *kernel), positions, itemsize, device = shapes
     sums = 2 * channels * math.prod(kernel)
     tiles = -(-positions // LIBRARY_TILE) * -(-outputs // LIBRARY_TILE)
     if len(kernel) == 2 and itemsize == 4 and not how.split and (outputs % 4 or channels % 4):
         turns = -(-tiles // device.multiprocessors)
         rate = LIBRARY_UNALIGNED * device.scale.clock * _tensor_cores(device)
         return turns * LIBRARY_TILE**2 * sums / rate
-    rate = _librarys_rate(sizes, how) * device.scale.compute
+    rate = _librarys_rate(shapes, how) * device.scale.compute
     rate *= 1 if how.split else _tensor_cores(device)
     products = positions * outputs * sums / rate
     if len(kernel) == 3 or itemsize == 2 or how.split or 2 * tiles > device.multiprocessors:
@@ -370,28 +370,28 @@ def library_turns(filters: Sequence[int], itemsize: int, forward: bool) -> bool:
     return min(outputs, channels) >= LIBRARY_TURNS or (forward and images and many)
 
 
-def by_library(sizes: Shapes, how: Streamed) -> float:
+def by_library(shapes: Shapes, how: Streamed) -> float:
     """Microseconds of the library's convolution, and of passes over v behind it that ours saves."""
-    image, filters, positions, itemsize, device = sizes
+    image, filters, positions, itemsize, device = shapes
     x, v = math.prod(image), positions * filters[0]
-    moved = sizes.moving(x + math.prod(filters) + v)
-    products = _librarys_products(sizes, how)
+    moved = shapes.moving(x + math.prod(filters) + v)
+    products = _librarys_products(shapes, how)
     found = LIBRARY_STARTS[itemsize] + max(products, moved)
-    odd = itemsize == 2 and sizes.taps == 1 and positions // image[0] % 2
+    odd = itemsize == 2 and shapes.taps == 1 and positions // image[0] % 2
     longer = UNALIGNED_PACKED if odd and not how.last else 1
     if not how.last and not how.split and library_turns(filters, itemsize, forward=True):
-        found += PACKING_START + sizes.moving(2 * x) * longer
+        found += PACKING_START + shapes.moving(2 * x) * longer
     if how.beside_wide:
         by_wide = wide_microseconds(image, filters, itemsize, how.split, device)
         found = min(found, max(by_wide, LIBRARY_STARTS[itemsize] + moved))
     if how.alone or how.inside:
         return found
-    return found + how.passes * PACKING_START + sizes.moving(how.passes * v + v / how.window) * longer
+    return found + how.passes * PACKING_START + shapes.moving(how.passes * v + v / how.window) * longer
 
 
-def pass_microseconds(sizes: Shapes) -> float:
+def pass_microseconds(shapes: Shapes) -> float:
     """Of a pass that reads v."""
-    return PACKING_START + sizes.moving(sizes.positions * sizes.filters[0])
+    return PACKING_START + shapes.moving(shapes.positions * shapes.filters[0])
 
 
 def rows_microseconds(image: Sequence[int], filters: Sequence[int], itemsize: int, device) -> float:

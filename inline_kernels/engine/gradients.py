@@ -185,11 +185,11 @@ class _Turned(NamedTuple):
 
     def loses_anyhow(self, x: Tensor, weight: Tensor) -> bool:
         """Is the library faster, where it takes the longer of its ways, and ours its shorter one?"""
-        return costs.stream_microseconds(self.sizes(x), self._streamed(x, False)) >= max(
+        return costs.stream_microseconds(self.shapes(x), self._streamed(x, False)) >= max(
             self.librarys(x, weight, tf32) for tf32 in (False, True)
         )
 
-    def sizes(self, x: Tensor) -> costs.Shapes:
+    def shapes(self, x: Tensor) -> costs.Shapes:
         device = tiling.device_properties(x.device.index)
         return costs.Shapes(self.image, self.filters, _positions(x), x.element_size(), device)
 
@@ -198,7 +198,9 @@ class _Turned(NamedTuple):
         return costs.library_input_gradient(x.shape, weight.shape, x.element_size(), device, dz, tf32)
 
     def _streamed(self, x: Tensor, split: bool) -> costs.Streamed:
-        return tiling.streamed(self.sizes(x), self.walk, costs.Streamed(split=split, alone=True), stores=True)
+        return tiling.streamed(
+            self.shapes(x), self.walk, costs.Streamed(split=split, alone=True), stores=True
+        )
 
 
 def _positions(x: Tensor) -> int:
@@ -237,7 +239,7 @@ def stream_obstacle(segment, x: Tensor, weight: Tensor) -> str | None:
 def stream_expected(segment, x: Tensor, weight: Tensor) -> tuple[float, float]:
     """Microseconds, by ours and by the library."""
     turned = _Turned.of(segment, x, weight)
-    ours = costs.stream_microseconds(turned.sizes(x), turned.streamed(x, weight))
+    ours = costs.stream_microseconds(turned.shapes(x), turned.streamed(x, weight))
     return ours, turned.librarys(x, weight, turned.runs_tf32(x, weight))
 
 
@@ -359,7 +361,7 @@ def requests(ways: Ways, segment, x: Tensor, weight: Tensor, last: bool = False)
         texts["input"] = _TEXT.replace("BUILD", "Build"), spatial | gpu | defines
     elif ways.x == STREAM:
         turned = _Turned.of(segment, x, weight)
-        defines = tiling.stream_defines(turned.sizes(x), turned.streamed(x, weight))
+        defines = tiling.stream_defines(turned.shapes(x), turned.streamed(x, weight))
         texts["input"] = _STREAM_TEXT, defines | jobs.walk_defines(turned.walk)
     own = segment.conv.name or "the convolution"
     return {

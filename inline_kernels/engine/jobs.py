@@ -121,7 +121,7 @@ class Job(NamedTuple):
         return Image((*self.x.shape[:2], *map(sum, around)), self.x.dtype, self.x.device)
 
     @property
-    def sizes(self) -> costs.Shapes:
+    def shapes(self) -> costs.Shapes:
         device = tiling.device_properties(self.x.device.index)
         return costs.Shapes(self.x.shape, self.weight.shape, self.positions, self.x.element_size(), device)
 

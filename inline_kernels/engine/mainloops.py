@@ -188,24 +188,24 @@ def _narrow_loses(job: Job, microseconds: Callable, **margin: float) -> str | No
     """Would a mainloop of few channels in take longer than the library, or than stream?"""
     if choice.is_silent():
         return None
-    sizes, how = job.sizes, _streamed(job, job.window > 1)
-    products = microseconds(job.image.shape, sizes.filters, sizes.itemsize, sizes.device)
+    shapes, how = job.shapes, _streamed(job, job.window > 1)
+    products = microseconds(job.image.shape, shapes.filters, shapes.itemsize, shapes.device)
     inside, of_v = _by_stream(job, how)
-    others = min(inside, of_v + how.passes * costs.pass_microseconds(sizes))
-    return choice.narrow_loses(products, sizes, how._replace(beside_wide=False), job.pads, others, **margin)
+    others = min(inside, of_v + how.passes * costs.pass_microseconds(shapes))
+    return choice.narrow_loses(products, shapes, how._replace(beside_wide=False), job.pads, others, **margin)
 
 
 def _by_stream(job: Job, how: costs.Streamed) -> tuple[float, float]:
     """Microseconds by stream, with the tail inside, and of v alone, which passes read; infinite where it can't run, or loses to the library."""
-    sizes, single = job.sizes, (1,) * len(job.walk.stride)
+    shapes, single = job.shapes, (1,) * len(job.walk.stride)
     alone, inside, of_v = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1]), math.inf, math.inf
-    if sizes.device.capability != (9, 0):  # by mma.sync it isn't known to be faster than others
+    if shapes.device.capability != (9, 0):  # by mma.sync it isn't known to be faster than others
         return inside, of_v
     if copies_obstacle(job.walk, job.weight.shape[2:], single) is None:
         if job.front and len(job.dtypes) <= 2 and _stream_obstacle(job) is None:
-            inside = costs.stream_microseconds(sizes, how)
+            inside = costs.stream_microseconds(shapes, how)
         if not job.is_alone and _stream_obstacle(alone) is None:
-            of_v = costs.stream_microseconds(sizes, _streamed(alone, False))
+            of_v = costs.stream_microseconds(shapes, _streamed(alone, False))
     return inside, of_v
 
 
@@ -244,7 +244,7 @@ def _one_tap_obstacle(job: Job) -> str | None:
         return reason
     if choice.is_silent():
         return None
-    image, filters, _, itemsize, device = job.sizes
+    image, filters, _, itemsize, device = job.shapes
     ours = costs.one_tap_microseconds(image, filters, itemsize, device)
     split = stream_splits(job)
     if _wide_stores(job) and costs.wide_microseconds(image, filters, itemsize, split, device) < ours:
@@ -283,14 +283,14 @@ def _wide_obstacle(job: Job) -> str | None:
 
 def _wide_loses(job: Job) -> bool:
     """Would stream take less, or, of few channels out, the library by far? Where v is written, stream runs if it takes less for that, too."""
-    sizes, how = job.sizes, _streamed(job, job.window > 1)
-    image, filters, _, itemsize, device = sizes
+    shapes, how = job.shapes, _streamed(job, job.window > 1)
+    image, filters, _, itemsize, device = shapes
     ours = costs.wide_microseconds(image, filters, itemsize, stream_splits(job), device)
     inside, of_v = _by_stream(job, how)
-    read = costs.pass_microseconds(sizes)
-    one_tap = sizes.taps == 1 and itemsize == 2  # of which it waits for memory
+    read = costs.pass_microseconds(shapes)
+    one_tap = shapes.taps == 1 and itemsize == 2  # of which it waits for memory
     if filters[0] <= costs.FEW_OUT or one_tap:  # few of a block of 64
-        theirs = costs.by_library(sizes, how._replace(beside_wide=False))
+        theirs = costs.by_library(shapes, how._replace(beside_wide=False))
         if (1 if one_tap else costs.WIDE_LIBRARY) * theirs < how.passes * ours:
             return True
     if choice.wide_loses(how.passes * ours, inside):
@@ -323,11 +323,11 @@ def _stream_obstacle(job: Job) -> str | None:
         return "x lies channels last" if last else None
     if choice.is_silent():
         return None
-    sizes, how = job.sizes, _streamed(job, job.window > 1)
-    reason = choice.stream_loses(sizes, how)
+    shapes, how = job.shapes, _streamed(job, job.window > 1)
+    reason = choice.stream_loses(shapes, how)
     few = how.folded == costs.VIEWS and weight.shape[0] <= costs.VIEWS_SPREAD  # for half of the lanes
     if reason is None and few and x.element_size() == 2:
-        return SLOWER_INSIDE if choice.inside_loses(0, 2 * job.instructions, 4, sizes.device.scale) else None
+        return SLOWER_INSIDE if choice.inside_loses(0, 2 * job.instructions, 4, shapes.device.scale) else None
     return reason
 
 
@@ -353,7 +353,7 @@ def _streamed(job: Job, reduces: bool) -> costs.Streamed:
         inside=job.inside,
         shared=stores and len(job.dtypes) == 1,
     )
-    return tiling.streamed(job.sizes, job.walk, how, stores)
+    return tiling.streamed(job.shapes, job.walk, how, stores)
 
 
 def _wide_stores(job: Job) -> bool:
@@ -373,7 +373,7 @@ def stream_splits(job: Job) -> bool:
 
 def _stream_defines(job: Job) -> dict:
     how = _streamed(job, bool(job.sinks or job.front.pooled))
-    return tiling.stream_defines(job.sizes, how) | _stream_layouts(job)
+    return tiling.stream_defines(job.shapes, how) | _stream_layouts(job)
 
 
 def _stream_layouts(job: Job) -> dict:
@@ -395,7 +395,7 @@ def _taps_obstacle(job: Job) -> str | None:
         return reason
     if 4 * filters[0] * taps * math.prod(x.shape) // x.shape[1] > MOST_TERMS:
         return "its products take more memory than 1 GB"
-    return choice.taps_lose(job.sizes, _streamed(job, False), beside_library=not choice.is_silent())
+    return choice.taps_lose(job.shapes, _streamed(job, False), beside_library=not choice.is_silent())
 
 
 def _taps_defines(job: Job) -> dict:
@@ -405,8 +405,8 @@ def _taps_defines(job: Job) -> dict:
         math.prod(job.x.shape) // channels,
     )
     how = _streamed(job, False)._replace(folded=1, shared=False)
-    sizes = job.sizes._replace(filters=spread, positions=pixels)
-    known = tiling.stream_defines(sizes, how) | _stream_layouts(job)
+    shapes = job.shapes._replace(filters=spread, positions=pixels)
+    known = tiling.stream_defines(shapes, how) | _stream_layouts(job)
     return known | tiling.spatial_defines(job.weight.shape)
 
 

@@ -483,34 +483,34 @@ def views(image: Sequence[int], filters: Sequence[int], walk, split: bool, devic
     return Views(sample - first, products, units * patch * 16 * math.prod(kernel[:-2]), teams)
 
 
-def _reads_planes(sizes: costs.Shapes, walk, how: costs.Streamed) -> bool:
+def _reads_planes(shapes: costs.Shapes, walk, how: costs.Streamed) -> bool:
     """Might kernels/conv/stream.cuh read x in planes as it lies?"""
-    meets_all = {sizes.taps, *walk.stride} == {1} and not any((*walk.before, *walk.behind))
-    lies = sizes.itemsize == 2 and not how.last and math.prod(sizes.image[2:]) % 8 == 0
+    meets_all = {shapes.taps, *walk.stride} == {1} and not any((*walk.before, *walk.behind))
+    lies = shapes.itemsize == 2 and not how.last and math.prod(shapes.image[2:]) % 8 == 0
     return lies and meets_all and how.window == 1
 
 
-def streamed(sizes: costs.Shapes, walk, how: costs.Streamed, stores: bool) -> costs.Streamed:
+def streamed(shapes: costs.Shapes, walk, how: costs.Streamed, stores: bool) -> costs.Streamed:
     """`how`, with the rows, views or planes that it multiplies. stores: are results only stored?"""
-    image, filters, _, itemsize, device = sizes
+    image, filters, _, itemsize, device = shapes
     how = how._replace(folded=costs.stream_folded(filters, walk.dilation[-1], how.packs, how.split))
     if device.capability != (9, 0):
         return how
-    if stores and _reads_planes(sizes, walk, how):
+    if stores and _reads_planes(shapes, walk, how):
         lies = how._replace(folded=costs.PLANES, plane=math.prod(image[2:]))
-        how = min(how, lies, key=functools.partial(costs.stream_microseconds, sizes))
+        how = min(how, lies, key=functools.partial(costs.stream_microseconds, shapes))
     planned = views(image, filters, walk, how.split, device) if how.packs or stores else None
     if planned is None:
         return how
     by_views = costs.stream_views(planned, filters[0], image[0], itemsize, how.split, device)
     viewed = how._replace(views=by_views, folded=costs.VIEWS, shared=False, plane=0)
-    times = [costs.stream_microseconds(sizes, each) for each in (how, viewed)]
+    times = [costs.stream_microseconds(shapes, each) for each in (how, viewed)]
     return viewed if stores and times[1] < times[0] else how._replace(views=by_views if how.packs else None)
 
 
-def stream_defines(sizes: costs.Shapes, how: costs.Streamed) -> dict[str, int]:
-    device, tile = sizes.device, costs.stream_tile(sizes, how)
+def stream_defines(shapes: costs.Shapes, how: costs.Streamed) -> dict[str, int]:
+    device, tile = shapes.device, costs.stream_tile(shapes, how)
     known = {"CAPABILITY": 90 if device.capability == (9, 0) else 80, "SHARED_LIMIT": device.shared}
     known |= {"COLUMNS": tile.columns, "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD}
     known |= {"SPLIT": int(how.split), "SHARES": tile.shares, "FOLDED": how.folded}
-    return spatial_defines(sizes.filters) | known
+    return spatial_defines(shapes.filters) | known
