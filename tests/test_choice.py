@@ -283,7 +283,7 @@ def test_of_one_tap_the_fastest_runs(row, monkeypatch):
     words = words_of(Case(segment, [x, model[0].weight, model[0].bias, 0], False, dtype))
     runs = next((way for says, way in WAYS.items() if says in words), "load")
     times = [row[way] for way in (*WAYS.values(), "load") if way in row]
-    assert runs in row or runs == "load"  # which isn't recorded of all
+    assert runs in row or runs in ("load", "views")  # which aren't recorded of all
     assert runs not in row or row[runs] <= max(1.1 * min(times), min(times) + A_LITTLE), runs
 
 

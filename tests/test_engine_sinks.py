@@ -141,6 +141,14 @@ def test_sizes(name, mainloop, filters, size, dtype, through):
     assert_rule(model, numerics.random_input((3, filters[1], *size), dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_samples_that_share_a_tile(dtype, through):
+    """Whose norms differ."""
+    through("stream")
+    model = model_of((40, 24, 3, 3), TAILS["instance norm"][0]).to(dtype)
+    assert_rule(model, numerics.random_input((5, 24, 7, 11), dtype=dtype))
+
+
 @pytest.mark.parametrize("name", ["logsumexp", "instance norm"])
 def test_random_widths(name, through):
     """Strips of every length, and every place in a sector that a row may begin at."""

@@ -223,6 +223,28 @@ def test_planes(filters, image, columns, shares, dtype, y_last, stream):
     assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
 
 
+@pytest.mark.parametrize(
+    "filters, image, dtype",
+    [
+        ((64, 33, 3, 3), (2, 7, 9), torch.bfloat16),
+        ((40, 136, 1, 2), (3, 8, 8), torch.float16),
+        ((72, 260, 1, 1), (2, 9, 15), torch.bfloat16),
+        ((24, 50, 2, 2, 2), (2, 3, 5, 6), torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_packed_by_matrices(filters, image, dtype, capability, stream):
+    """16 bits in planes: channels that fill no eight and no tile, positions that fill neither."""
+    settings = (1, 0, 0, 1)
+    x, weight = drawn(filters, image, dtype)
+    given = {"capability": capability, "y_last": filters[0] == 40}
+    assert_close(stream(x, weight, 128, settings, **given), x, weight, settings)
+    x[0].view(-1)[[5, 60]] = torch.tensor([INF, NAN], dtype=dtype)
+    y, eager = stream(x, weight, 128, settings, **given), convolved(x.float(), weight.float(), settings)
+    assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
+
+
 # By mma.sync, in the memory of compute capability 8.6, or of 8.0, with more stages.
 SM80, SM86 = {"capability": 80, "shared": 163 << 10}, {"capability": 80, "shared": 99 << 10}
 

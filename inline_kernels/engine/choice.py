@@ -82,18 +82,18 @@ def stream_loses(shapes: costs.Shapes, how: costs.Streamed) -> str | None:
     return library_wins(ours, shapes, how)
 
 
-def taps_lose(shapes: costs.Shapes, how: costs.Streamed, beside_library: bool = True) -> str | None:
-    """Why not taps; or None. beside_library: may the library win?"""
+def taps_lose(shapes: costs.Shapes, how: costs.Streamed) -> str | None:
+    """Why not taps; or None."""
     ours = costs.taps_microseconds(shapes, how)
     if costs.stream_microseconds(shapes, how) <= ours:
         return "stream is faster at such sizes"
-    return library_wins(ours, shapes, how) if beside_library else None
+    return library_wins(ours, shapes, how)
 
 
 def library_wins(ours: float, shapes: costs.Shapes, how: costs.Streamed) -> str | None:
-    """Why not a mainloop that takes so many microseconds in stream's place; or None."""
+    """Why not a mainloop that takes so many microseconds in stream's place; or None, as always where what is slower is timed, too."""
     sure = costs.SURE_INSIDE if how.inside else 1
-    if ours < sure * costs.by_library(shapes, how):
+    if is_silent() or ours < sure * costs.by_library(shapes, how):
         return None
     behind = " is" if how.alone else " and a pass behind it are"
     return f"the library's convolution{behind} faster at such sizes"
@@ -108,15 +108,14 @@ def narrow_loses(
     products: float,
     shapes: costs.Shapes,
     how: costs.Streamed,
-    copies: bool,
+    copied: float,
     others: float,
     margin: float = costs.FEW_LIBRARY,
 ) -> str | None:
-    """Why not a mainloop of few channels in, whose products take so many microseconds; or None. how: of stream in its place. copies: is the image first
-    copied, with zeros around it? others: microseconds by other mainloops. margin: so many times as fast the library must be expected to be."""
-    copied = costs.PACKING_START + shapes.moving(2 * math.prod(shapes.image)) if copies else 0
+    """Why not a mainloop of few channels in, whose products take so many microseconds; or None. how: of stream in its place. copied: those of copies
+    of x and y. others: those by other mainloops. margin: so many times as fast the library must be expected to be."""
     ours, theirs = how.passes * products + copied, costs.by_library(shapes, how)
-    if margin * theirs <= ours:
+    if margin * theirs <= ours and not is_silent():
         return "the library's convolution is faster at such sizes"
     return "another mainloop is faster at such sizes" if others <= ours else None
 

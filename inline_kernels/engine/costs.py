@@ -17,11 +17,12 @@ class Scale(NamedTuple):
 
 
 H200 = Scale()
-# kernels/conv/stream.cuh, fitted to benchmarks/results/trials/stream.json, on an H200. By the bytes of a value, then a tile's columns, in
-# microseconds: of all launches, of each tile that a block computes one after the other, and of each step of it, 64 channels in of one tap.
+# kernels/conv/stream.cuh, fitted to benchmarks/results/sizes/2026-11-30-h200-alone-units.json, on an H200. By the bytes of a value, then a tile's columns (beside
+# one another in trials/stream.json), in microseconds: of all launches, of each tile that a block computes one after the other, and of each step of it, 64
+# channels in of one tap.
 STREAM_TILES = {
-    2: {256: (5.3, 3.7, 0.628), 192: (4.8, 2.6, 0.494), 128: (5.5, 1.9, 0.336)},
-    4: {256: (12.6, 5.6, 0.618), 192: (10.1, 4.0, 0.500), 128: (10.2, 3.0, 0.340)},
+    2: {256: (3.0, 2.9, 0.628), 192: (3.0, 2.1, 0.496), 128: (3.0, 1.5, 0.339)},
+    4: {256: (3.0, 5.6, 0.628), 192: (3.0, 4.0, 0.500), 128: (3.0, 3.0, 0.340)},
 }
 # What the copy engine takes at most for a row of operands of a position, few or many; a tile takes that where it is more. Fitted to sizes of
 # 64 channels out in trials/stream.json, and to 47 in benchmarks/results/fuse/2026-11-25-h200-stream.json, before rows were folded.
@@ -42,8 +43,8 @@ VIEWS_TILE, VIEWS_PRODUCT, VIEWS_CHANNEL, VIEWS_KILOBYTE = 0.41, 0.031, 0.014, 0
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
 # Channels, from which on x in planes is turned for it (layouts.py). Of images in 16 bits and more than one tap, forward, from so many of x on where so many
-# come out (384 to 24: `others` in sizes/2026-11-30-h200-drawn-later.json).
-LIBRARY_TURNS, LIBRARY_TURNS_MANY, LIBRARY_TURNS_OUT = 32, 256, 8
+# come out (384 to 24: `others` in sizes/2026-11-30-h200-drawn-later.json; 192 to 24: 0.76 ms in planes, 0.56 turned, trials/units.json).
+LIBRARY_TURNS, LIBRARY_TURNS_MANY, LIBRARY_TURNS_OUT = 32, 128, 8
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
 # Of images with so many channels out at most it computes as many; of filters with more than nine taps in 16 bits (channels are computed 64 at once);
 # in TF32 where a dilation is more than 2; and where channels are no multiple of four, of which it has no operands as they lie, a multiprocessor's of
@@ -81,9 +82,9 @@ FEW_LIBRARY = 1.4
 # Where the library runs the tail inside, what is launched behind it can't be why it takes longer: only where stream is expected to take so much of its
 # time it runs.
 SURE_INSIDE = 0.85
-# Of filters of one tap in 16 bits, how much longer takes what packs or turns planes that are no multiple of 8 positions, and what stores odd ones
-# (trials/one_tap.json: 16 images of 256 channels, 215 x 220, to 48: 407 us; 63 x 63, to 256: 72 us).
-UNALIGNED_PACKED, ODD_STORED = 1.4, 1.3
+# Of filters of one tap in 16 bits, how much longer takes what turns odd planes for the library, and what stores ours (trials/one_tap.json, units.json: 16
+# images of 256 channels, 215 x 221, to 48: 326 us; 63 x 63, to 256: 56 us).
+ODD_TURNED, ODD_STORED = 1.4, 1.1
 # kernels/conv/one_tap.cuh: products a microsecond, of an H200's 30e6; positions of a sample that a block computes.
 ONE_TAP_START, ONE_TAP_PRODUCTS, ONE_TAP_POSITIONS = 3, 9e6, 512
 # kernels/conv/wide.cuh, that only writes v, by the bytes of a value, or where operands are split: microseconds of all, of any tile, 128 columns of a row and
@@ -221,9 +222,9 @@ def stream_tile(shapes: Shapes, how: Streamed) -> StreamTile:
     steps, results = -(-copies // (64 // group)), positions * outputs
     found = []
     for columns, (start, tile, step) in (SPLIT_TILES if how.split else STREAM_TILES[shapes.itemsize]).items():
-        if how.reduces and columns > 128:
+        if columns > (128 if how.reduces else 192 if block == 64 else 256):
             continue
-        of_tile = min(columns, 192 if block == 64 else columns) * 128 // block
+        of_tile = columns * 128 // block
         # Two blocks are a cluster, side by side in channels, and each fetches half of the positions, or else in positions.
         shared = 2 if blocks % 2 == 0 else 1
         tiles = positions // how.plane * -(-how.plane // of_tile) if how.plane else -(-positions // of_tile)
@@ -280,20 +281,26 @@ def stream_microseconds(shapes: Shapes, how: Streamed) -> float:
 
 def _streaming(shapes: Shapes, how: Streamed, in_planes: bool) -> float:
     """The same. in_planes: does a filter of one tap store values of 16 bits as x lies, in planes?"""
-    image, filters, positions, itemsize, device = shapes
-    products = stream_tile(shapes, how).microseconds * how.passes
-    of_x = math.prod(image)
-    if shapes.taps == 1:  # pixels that it meets are packed, but neighbours read
-        of_x = min(of_x, 2 * positions * filters[1])
+    products = stream_tile(shapes, how).microseconds
     if in_planes:
-        moved = shapes.moving(of_x + positions * filters[0])
-        products = max(products, moved) * (ODD_STORED if positions // image[0] % 2 else 1)
-        of_x *= UNALIGNED_PACKED if math.prod(image[2:]) % 8 else 1
+        moved = shapes.moving(_met(shapes) + shapes.positions * shapes.filters[0])
+        products = max(products, moved) * (ODD_STORED if shapes.positions // shapes.image[0] % 2 else 1)
+    return (products + packing_microseconds(shapes, how)) * how.passes  # each packs anew
+
+
+def _met(shapes: Shapes) -> int:
+    """Values of x that are packed; a filter of one tap meets those of its positions, but neighbours are read."""
+    of_x = math.prod(shapes.image)
+    return min(of_x, 2 * shapes.positions * shapes.filters[1]) if shapes.taps == 1 else of_x
+
+
+def packing_microseconds(shapes: Shapes, how: Streamed) -> float:
+    """Of what packs for stream."""
     packs = (how.packs or how.folded == VIEWS) and not how.plane
-    packed = 2 * math.prod(filters) + packs * of_x  # filters: which takes about twice as long
-    launches = 1 + packs + 2 * (itemsize == 4)
-    moved = packed * (itemsize + 2 + 2 * how.split) / (PASS_BYTES * device.scale.memory)
-    return products + launches * PACKING_START + moved
+    packed = 2 * math.prod(shapes.filters) + packs * _met(shapes)  # filters: which takes about twice as long
+    launches = 1 + packs + 2 * (shapes.itemsize == 4)
+    moved = packed * (shapes.itemsize + 2 + 2 * how.split)
+    return launches * PACKING_START + moved / (PASS_BYTES * shapes.device.scale.memory)
 
 
 def taps_microseconds(shapes: Shapes, how: Streamed) -> float:
@@ -378,7 +385,7 @@ def by_library(shapes: Shapes, how: Streamed) -> float:
     products = _librarys_products(shapes, how)
     found = LIBRARY_STARTS[itemsize] + max(products, moved)
     odd = itemsize == 2 and shapes.taps == 1 and positions // image[0] % 2
-    longer = UNALIGNED_PACKED if odd and not how.last else 1
+    longer = ODD_TURNED if odd and not how.last else 1
     if not how.last and not how.split and library_turns(filters, itemsize, forward=True):
         found += PACKING_START + shapes.moving(2 * x) * longer
     if how.beside_wide:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -122,11 +123,15 @@ class _Writer:
         declared = [f"{'bool' if node.is_boolean else 'real'} {self._field(node)};" for node in kept]
         more = self._places(nodes)
         declared += [f"int64_t {name};" for name in more]
-        text = [
-            f"  struct Channel {{ {' '.join(declared)} }};",
-            "  __device__ __forceinline__ Channel channel(int64_t n, int c) const {",
+        body = [
             *[f"    {line}" for line in lines],
             f"    return {{{', '.join([*[by_channel[node] for node in kept], *more.values()])}}};",
+        ]
+        text = [
+            f"  struct Channel {{ {' '.join(declared)} }};",
+            *["  using Alike = void;  // in all samples"] * (not re.search(r"\bn\b", "".join(body))),
+            "  __device__ __forceinline__ Channel channel(int64_t n, int c) const {",
+            *body,
             "  }",
         ]
         return text, {node: f"k.{self._field(node)}" for node in kept}

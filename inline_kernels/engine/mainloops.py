@@ -48,6 +48,7 @@ class Sinks(NamedTuple):
     pinned_sums: int = 9  # of one pass, moments as three, that then have room
     beside: float = 1.0  # of sinks.MOST_BESIDE, as many take no longer beside what is stored than behind it
     sums: int = 0  # beside what is stored sums themselves take so many instructions
+    packing: Callable[[Job], float] = lambda job: 0.0  # microseconds of what each pass does first
 
 
 _limit = threading.local()
@@ -98,7 +99,7 @@ class Mainloop(NamedTuple):
             return "the library runs the tail inside its convolution"
         if self.is_exact and _limits(job):
             return "it is more exact than eager"
-        if not own and library.is_channels_last(x) and not choice.is_silent():
+        if not own and library.is_channels_last(x):
             if x.element_size() == 2 or library.may_run_tf32(x):
                 return "x lies channels last, and the library takes it so"
         if job.last and not own and (not self.walks or job.window > 1):
@@ -186,13 +187,17 @@ def _rows_lose(job: Job) -> str | None:
 
 def _narrow_loses(job: Job, microseconds: Callable, **margin: float) -> str | None:
     """Would a mainloop of few channels in take longer than the library, or than stream?"""
-    if choice.is_silent():
-        return None
     shapes, how = job.shapes, _streamed(job, job.window > 1)
     products = microseconds(job.image.shape, shapes.filters, shapes.itemsize, shapes.device)
     inside, of_v = _by_stream(job, how)
     others = min(inside, of_v + how.passes * costs.pass_microseconds(shapes))
-    return choice.narrow_loses(products, shapes, how._replace(beside_wide=False), job.pads, others, **margin)
+    copied = costs.PACKING_START + shapes.moving(2 * math.prod(shapes.image)) if job.pads else 0.0
+    if library.is_channels_last(
+        job.x
+    ):  # x is copied to planes, and y back, by PyTorch, which takes twice as long
+        moved = 4 * (math.prod(shapes.image) + shapes.positions * shapes.filters[0])
+        copied += 2 * costs.PACKING_START + shapes.moving(moved)
+    return choice.narrow_loses(products, shapes, how._replace(beside_wide=False), copied, others, **margin)
 
 
 def _by_stream(job: Job, how: costs.Streamed) -> tuple[float, float]:
@@ -242,8 +247,6 @@ def _one_tap_obstacle(job: Job) -> str | None:
     x, weight = job.x, job.weight
     if reason := tiling.one_tap_obstacle(x, weight, x.dtype):
         return reason
-    if choice.is_silent():
-        return None
     image, filters, _, itemsize, device = job.shapes
     ours = costs.one_tap_microseconds(image, filters, itemsize, device)
     split = stream_splits(job)
@@ -265,15 +268,15 @@ def _wide_obstacle(job: Job) -> str | None:
         alone = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1])
         if _stream_obstacle(job if len(job.dtypes) == 1 else alone) is None:
             return "stream is faster from 64 channels in on, from 128 in float32"
-    if choice.is_silent():
-        return None
     rule, scale = choice.rule("wide", "forward"), tiling.device_properties(x.device.index).scale
     faster, why = choice.fastest(rule, x.shape, weight.shape, x.element_size(), scale)
-    if faster != "fused":
+    if faster != "fused" and not choice.is_silent():
         return f"the library's convolution is faster at such sizes: {why}"
     # Without front and sinks the question is whether wide could write v (`_wide_stores`), which `_wide_loses` asks itself.
     if (job.front or job.sinks) and _wide_loses(job):
         return "stream or the library is faster, whose tiles are no rows"
+    if choice.is_silent():
+        return None
     lone = job.front or [[sink.kind for sink in own] for own in job.sinks] == [["store"]]
     measured = lone and len(job.dtypes) == 1 and x.dtype == torch.float32 and not stream_splits(job)
     if measured and not job.is_alone and choice.inside_loses(costs.WIDE_TAIL, job.instructions, 8, scale):
@@ -289,9 +292,10 @@ def _wide_loses(job: Job) -> bool:
     inside, of_v = _by_stream(job, how)
     read = costs.pass_microseconds(shapes)
     one_tap = shapes.taps == 1 and itemsize == 2  # of which it waits for memory
-    if filters[0] <= costs.FEW_OUT or one_tap:  # few of a block of 64
+    if not choice.is_silent() and (filters[0] <= costs.FEW_OUT or one_tap):  # few of a block of 64
         theirs = costs.by_library(shapes, how._replace(beside_wide=False))
-        if (1 if one_tap else costs.WIDE_LIBRARY) * theirs < how.passes * ours:
+        turns = costs.library_turns(filters, itemsize, forward=True)
+        if (1 if one_tap or turns else costs.WIDE_LIBRARY) * theirs < how.passes * ours:
             return True
     if choice.wide_loses(how.passes * ours, inside):
         return True
@@ -395,7 +399,7 @@ def _taps_obstacle(job: Job) -> str | None:
         return reason
     if 4 * filters[0] * taps * math.prod(x.shape) // x.shape[1] > MOST_TERMS:
         return "its products take more memory than 1 GB"
-    return choice.taps_lose(job.shapes, _streamed(job, False), beside_library=not choice.is_silent())
+    return choice.taps_lose(job.shapes, _streamed(job, False))
 
 
 def _taps_defines(job: Job) -> dict:
@@ -446,6 +450,7 @@ _STREAM_SINKS = Sinks(
     prepared=("const Scratch<uint32_t> largest(N, stream);",),
     launch=sink_calls.stream,
     sums=80,  # 3.5 and 4.4 ps an element (trials/rows.json: 44, 51); to read v again takes 1.1
+    packing=lambda job: costs.packing_microseconds(job.shapes, _streamed(job, True)),
 )
 
 

@@ -415,10 +415,11 @@ def _recomputes(case: Case, mainloop, passes: Sequence[Pass], stores: bool) -> b
     back? About equal, they save its memory."""
     if len(passes) == 1:
         return True
-    splits = mainloop.sinks.splits(jobs.job_of(case, ()))
+    job, results = jobs.job_of(case, ()), case.sizes.N * case.sizes.positions("e") * case.weight.shape[0]
     scale = tiling.device_properties(case.x.device.index).scale
-    products, rate = 3 if splits else 1, mainloop.sinks.rate * scale.compute
-    again = 2 * math.prod(case.weight.shape[1:]) * products / rate
+    products, rate = 3 if mainloop.sinks.splits(job) else 1, mainloop.sinks.rate * scale.compute
+    again = mainloop.sinks.packing(job) * 1e-6 / results  # seconds, of each result
+    again += 2 * math.prod(case.weight.shape[1:]) * products / rate
     again += passes[0].instructions / (INSTRUCTIONS_A_SECOND * scale.compute)
     moved = (2 if stores else 1 + len(passes)) * case.x.element_size()
     return (len(passes) - 1) * again <= 1.1 * moved / (BYTES_A_SECOND * scale.memory)

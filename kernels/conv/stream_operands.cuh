@@ -11,6 +11,7 @@
 // the first scale does not fit are packed once more.
 #pragma once
 #include "conv/wide_operands.cuh"
+#include "core/matrix_tile.cuh"
 #include "core/tensor_map.cuh"
 #include "core/vector.cuh"
 
@@ -311,6 +312,30 @@ __global__ void __launch_bounds__(kImageThreads)
 #endif
 }
 
+// All of x's pixels where values of 16 bits are operands, a tile of core/matrix_tile.cuh a block. aligned: do
+// planes begin at multiples of 16 bytes? Grid: positions, channels, samples.
+template <class Conv> constexpr bool kPacksHalves = sizeof(typename Conv::value_t) == 2 && !Conv::kScaled;
+template <class Conv>
+__global__ void __launch_bounds__(kImageThreads, 4)
+    pack_halves_kernel(typename Conv::operand_t* packed, const typename Conv::value_t* x, int64_t S,
+                       int64_t N, bool aligned) {
+  await_previous_kernel();
+  using Tile = MatrixTile<typename Conv::value_t, kImageThreads>;
+  __shared__ uint4 room[Tile::kUnits];
+  const int64_t position = int64_t(blockIdx.x) * kMatrixColumns;
+  const int channel = blockIdx.y * kMatrixRows, padded = min(Conv::kPixel - channel, kMatrixRows);
+  const Tile tile{room, unsigned(min(Conv::kChannelsIn - channel, kMatrixRows)),
+                  unsigned(min(S - position, int64_t(kMatrixColumns)))};
+  for (int64_t n = blockIdx.z; n < N; n += gridDim.z) {
+    const auto* const from = x + (n * Conv::kChannelsIn + channel) * S + position;
+    if (aligned) tile.template load<true>(from, S);
+    else tile.template load<false>(from, S);
+    __syncthreads();  // the tile is complete
+    tile.store(packed + (n * S + position) * Conv::kPixel + channel, Conv::kPixel, padded);
+    __syncthreads();  // it has been read
+  }
+}
+
 // Rows of packed pixels: `width` of an image's, and zeros around them, `before` of `pitch`; S pixels of a
 // sample.
 struct Rows {
@@ -434,6 +459,12 @@ void pack_image(uint4* packed, const Scales<typename Conv::Operands>& scales, co
     if constexpr (Conv::kScaled)
       launch_early(pack_pixels_kernel<Conv, true, kLast, Pixels>, dim3(32, samples), kImageThreads, stream,
                    packed, scales, x, pixels, rows);
+  } else if constexpr (kPacksHalves<Conv> && std::is_same_v<Pixels, All>) {
+    static_assert(Conv::kFolded == 1 && std::is_same_v<typename Conv::operand_t, typename Conv::value_t>);
+    const dim3 blocks(blocks_for(rows.S, kMatrixColumns), ceil_div(Conv::kPixel, kMatrixRows), samples);
+    launch_early(pack_halves_kernel<Conv>, blocks, kImageThreads, stream,
+                 reinterpret_cast<typename Conv::operand_t*>(packed), x, rows.S, scales.N,
+                 rows.S % 8 == 0 && uintptr_t(x) % 16 == 0);
   } else {
     static_assert(Conv::kFolded == 1, "rows without padding");
     const unsigned channels = ceil_div(Conv::kEights * 8, kImagePatch),

@@ -34,6 +34,10 @@ struct NoSink {
 template <class Tail, class = void> constexpr bool reads_places = false;
 template <class Tail> constexpr bool reads_places<Tail, std::void_t<typename Tail::ReadsPlaces>> = true;
 
+// Are a channel's constants the same for all samples? Then it says so.
+template <class Tail, class = void> constexpr bool is_alike = std::is_same_v<Tail, Identity>;
+template <class Tail> constexpr bool is_alike<Tail, std::void_t<typename Tail::Alike>> = true;
+
 // What the build is for: 90, of compute capability 9.0 (conv/stream_sm90.cuh), or another from 80 on
 // (conv/stream_sm80.cuh).
 #ifndef CAPABILITY
@@ -61,8 +65,9 @@ template <class Conv, class Tail, class Out, class More> struct StreamArguments 
   HOST_DEVICE int positions() const { return N * sample(); }
 };
 
-// take(v, channel, to, at) of all sums, sample by sample: 16 channels from patch.channel on; `to` in
-// results, at: the place in (N, kChannelsOut, S).
+// take(v, channel, to, at) of all sums, sample by sample where those differ: 16 channels from patch.channel
+// on; `to` in results, at: the place in (N, kChannelsOut, S). Results of positions that don't exist may be
+// anything.
 template <class Arguments, class OfTail, int kTiles, class Take>
 __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail& tail,
                                             const float (&sums)[kTiles][4], float (&results)[kTiles][4],
@@ -70,7 +75,8 @@ __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail&
   using Conv = typename Arguments::Convolution;
   constexpr int kChannelsOut = Conv::kChannelsOut;
   const int lane = threadIdx.x % 32, S = args.sample();
-  int n = patch.position / S, from = 0, to = S - patch.position % S;
+  constexpr bool kAlike = is_alike<OfTail> && !Conv::kScaled && !reads_places<OfTail>;
+  int n = patch.position / S, from = 0, to = kAlike ? kTiles * 8 : S - patch.position % S;
 #pragma unroll 1
   for (; from < patch.columns; n++, from = to, to += S) {
     const auto constants_of = [&](int c) {
@@ -83,15 +89,15 @@ __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail&
     const int64_t place = (int64_t(n) * kChannelsOut + channel) * S + (patch.position - n * S);
 #pragma unroll
     for (int j = 0; j < kTiles; j++) {
-      if (j * 8 >= to || j * 8 + 8 <= from) continue;
+      if (!kAlike && (j * 8 >= to || j * 8 + 8 <= from)) continue;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const auto& constants = i < 2 ? low : high;
         const int column = j * 8 + lane % 4 * 2 + i % 2;
         float v = sums[j][i];
         if constexpr (Conv::kScaled) v = v * constants.correction * constants.factor;
-        const bool real =
-            column >= from && column < to && (kChannelsOut % 16 == 0 || channel + i / 2 * 8 < kChannelsOut);
+        const bool real = (kAlike || (column >= from && column < to)) &&
+                          (kChannelsOut % 16 == 0 || channel + i / 2 * 8 < kChannelsOut);
         const int64_t at = place + i / 2 * 8 * int64_t(S) + column;
         // Without a branch, so that four chains of arithmetic don't wait for one another.
         const auto taken = [&] { return take(v, constants.channel, results[j][i], at); };
@@ -102,6 +108,7 @@ __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail&
         }
       }
     }
+    if constexpr (kAlike) break;
   }
 }
 

@@ -86,6 +86,7 @@ struct Lattice {
 
 // Of a sample's positions the results.
 struct Lattices : Lattice {
+  static constexpr bool kRuns = false;
   int n;
   HOST_DEVICE store::Place operator()(int position) const {
     const int line = int(position * of_row >> 32), column = position - line * row;

@@ -33,6 +33,26 @@ __device__ __forceinline__ uint64_t describe_swizzled_transposed(uint32_t addres
          uint64_t(1) << 62;
 }
 
+// Four 8×8 matrices of 16-bit elements, as load_matrices_transposed gives them, back to shared memory; lane
+// 8 i + r gives the place of row r (16 bytes) of matrix i.
+__device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&registers)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+      "r"(registers[0]), "r"(registers[1]), "r"(registers[2]), "r"(registers[3])
+      : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int lane = threadIdx.x % 32,
+              of = __shfl_sync(0xffffffffu, int(shared_address(row)), 8 * i + lane / 4);
+    uint32_t turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(registers[i]));
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(of + lane % 4 * 4), "r"(turned) : "memory");
+  }
+#endif
+}
+
 // A filter's stride, what of its padding lies before an image and behind it, and its dilation: of planes, of
 // rows, of columns.
 struct Walk {

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "core/tensor_core.cuh"
+#include "core/matrix_tile.cuh"
 #include "core/vector.cuh"
 #include "load/planes.cuh"
 
@@ -402,78 +402,6 @@ struct TurnedTile {
   }
 };
 
-// 16 bytes from any even address on, of which aligned ones have the first, `low`, and the last, `high`.
-__device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, uintptr_t at) {
-  uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-  for (int i = 0; i < 6; i++) words[i] = at & 8 ? words[i + 2] : words[i];
-#pragma unroll
-  for (int i = 0; i < 5; i++) words[i] = at & 4 ? words[i + 1] : words[i];
-  const unsigned bits = at % 4 * 8;
-  return make_uint4(__funnelshift_r(words[0], words[1], bits), __funnelshift_r(words[1], words[2], bits),
-                    __funnelshift_r(words[2], words[3], bits), __funnelshift_r(words[3], words[4], bits));
-}
-template <class T> __device__ __forceinline__ uint4 aligned_around(const T* at) {
-  return *reinterpret_cast<const uint4*>(uintptr_t(at) & ~uintptr_t(15));
-}
-
-// A tile of 16-bit elements, eights of rows by eights of columns, at most kMatrixRows x kMatrixColumns, which
-// tensor cores' loads turn: a lane gets eight rows of one column. The eights of a row stand in an order of
-// its own, so that the rows of which lanes give the addresses meet other banks. Rows may begin anywhere, and
-// the last eight of columns have fewer.
-constexpr int kMatrixRows = 128, kMatrixColumns = 64;
-struct MatrixTile {
-  uint4* const at;
-  const unsigned rows, columns;  // that are there
-  static constexpr int kEights = kMatrixColumns / 8,
-                       kJobs = kMatrixRows * kEights / kPlaneThreads,  // of a thread
-      kWarps = kPlaneThreads / 32;
-  static_assert(kMatrixRows / 32 * kEights == kJobs * kWarps);
-
-  template <bool kAligned> __device__ __forceinline__ void load(const value_t* from, unsigned pitch) const {
-    uint4 low[kJobs], high[kJobs];
-    const auto place_of = [&](unsigned row, unsigned eight) {
-      return from + uint64_t(row) * pitch + eight * 8;
-    };
-    each_eight([&](int k, unsigned row, unsigned eight) {
-      const value_t* const first = place_of(row, eight);
-      low[k] = aligned_around(first);
-      if constexpr (!kAligned) high[k] = aligned_around(first + min(columns - eight * 8, 8u) - 1);
-    });
-    each_eight([&](int k, unsigned row, unsigned eight) {
-      if constexpr (!kAligned) low[k] = shifted(low[k], high[k], uintptr_t(place_of(row, eight)) % 16);
-      at[place(row, eight)] = low[k];
-    });
-  }
-  __device__ __forceinline__ void store(value_t* to, unsigned pitch) const {
-    const unsigned lane = threadIdx.x % 32, quad = lane % 4 * 8, of_matrix = lane % 8;
-#pragma unroll
-    for (int k = 0; k < kJobs; k++) {
-      const unsigned job = threadIdx.x / 32 + k * kWarps, eight = job % kEights, first = job / kEights * 32;
-      if (first >= rows || eight * 8 >= columns) continue;
-      // Row j of matrix m, which is rows 2m and 2m + 1 of eights.
-      const unsigned row = first + of_matrix / 2 * 8 + lane / 8 * 2 + of_matrix % 2;
-      Memory<uint32_t, 4> words;
-      tensor_core::load_matrices_transposed(words.at, tensor_core::shared_address(at + place(row, eight)));
-      value_t* const column = to + uint64_t(eight * 8 + lane / 4) * pitch;
-      if (first + quad < rows && eight * 8 + lane / 4 < columns)
-        put(reinterpret_cast<uint32_t*>(column + first + quad), words);
-    }
-  }
-
- private:
-  static __device__ __forceinline__ unsigned place(unsigned row, unsigned eight) {
-    return row * kEights + (eight ^ (row / 8 * 2 + row % 2) % kEights);
-  }
-  template <class F> __device__ __forceinline__ void each_eight(const F& f) const {
-#pragma unroll
-    for (int k = 0; k < kJobs; k++) {
-      const unsigned job = threadIdx.x + k * kPlaneThreads, row = job / kEights, eight = job % kEights;
-      if (row < rows && eight * 8 < columns) f(k, row, eight);
-    }
-  }
-};
-
 // source (N, rows, columns) -> out (N, columns, rows), by so many blocks.
 struct Turn {
   value_t* out;
@@ -508,11 +436,11 @@ __global__ void __launch_bounds__(kPlaneThreads, sizeof(value_t) > 4 ? 3 : 5)
   value_t* const to = out + begin * turning.columns + column * turning.rows + row;
   if constexpr (sizeof(value_t) == 2) {
     if (turning.by_matrices) {
-      const MatrixTile tile{reinterpret_cast<uint4*>(shared), rows, columns};
-      if (turning.aligned) tile.load<true>(from + column, turning.columns);
-      else tile.load<false>(from + column, turning.columns);
+      const MatrixTile<value_t, kPlaneThreads> tile{reinterpret_cast<uint4*>(shared), rows, columns};
+      if (turning.aligned) tile.template load<true>(from + column, turning.columns);
+      else tile.template load<false>(from + column, turning.columns);
       __syncthreads();  // the tile is complete
-      tile.store(to, turning.rows);
+      tile.store(to, turning.rows, rows);
       return;
     }
   }

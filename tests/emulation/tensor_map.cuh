@@ -13,6 +13,15 @@ struct Walk {
     return before[0] || before[1] || before[2] || behind[0] || behind[1] || behind[2];
   }
 };
+inline void store_matrices_transposed(void* row, const uint32_t (&registers)[4]) {
+  const uint64_t* const addresses = emulation::of_all_lanes(shared_address(row));
+  const int g = emulation::lane() / 4, t = emulation::lane() % 4;
+  for (int i = 0; i < 4; i++)
+    for (int k = 0; k < 2; k++)
+      memcpy(const_cast<char*>(of_row(addresses, 8 * i + 2 * t + k)) + 2 * g,
+             reinterpret_cast<const char*>(registers + i) + 2 * k, 2);
+}
+
 template <int kDims, int kChannels> struct ImageMap {
   const uint16_t* x;
   int64_t size[5];  // N, D, H, W, C
