@@ -314,6 +314,7 @@ FAULTS = [
     Fault("kernels/store/positions.cuh", "column < patch.columns && at >= 0) put_unit", "at >= 0) put_unit", "test_stream.py -k by_matrices"),
     Fault("kernels/core/matrix_tile.cuh", "if (padded > rows) {", "if (false) {", "test_stream.py -k by_matrices"),
     Fault("kernels/conv/stream_operands.cuh", "min(Conv::kPixel - channel, kMatrixRows)", "min(Conv::kChannelsIn - channel, kMatrixRows)", "test_stream.py -k by_matrices"),
+    Fault("inline_kernels/engine/mainloops.py", "not job.is_alone and not choice.is_silent() and", "not job.is_alone and", "test_choice.py -k fastest_is_timed"),
     Fault("inline_kernels/engine/direct.py", 'r"\\bn\\b", "".join(body)', 'r"\\bn\\b", "".join(lines)', "test_engine_sinks.py -k share_a_tile"),
     Fault("kernels/store/positions.cuh", "whole &= real[i] && to[i] == to[0] + i;", "if (i < 2) whole &= real[i] && to[i] == to[0] + i;", "test_engine_direct.py -k behind_views"),
     Fault("inline_kernels/engine/tiling.py", "room // (staging + stage)", "room // stage", "test_engine_direct.py -k room_for"),

@@ -91,7 +91,7 @@ def taps_lose(shapes: costs.Shapes, how: costs.Streamed) -> str | None:
 
 
 def library_wins(ours: float, shapes: costs.Shapes, how: costs.Streamed) -> str | None:
-    """Why not a mainloop that takes so many microseconds in stream's place; or None, as always where what is slower is timed, too."""
+    """Why not a mainloop that takes so many microseconds in stream's place; or None. Nothing is refused where what can run is timed."""
     sure = costs.SURE_INSIDE if how.inside else 1
     if is_silent() or ours < sure * costs.by_library(shapes, how):
         return None
@@ -131,7 +131,8 @@ _silent = threading.local()
 
 @functools.cache
 def able(schedule: object) -> object:
-    """A schedule that runs a segment wherever it can, as rules say, or, where they leave it, though it be slower: for who times it."""
+    """A schedule that runs a segment wherever it can, as rules say, or, where they leave it to the library, though it be slower: for who times it. Of
+    mainloops the one that is expected to be fastest runs, none by a copy of an x that lies channels last."""
 
     def silent(function: Callable) -> Callable:
         def called(*given, **keywords):

@@ -49,7 +49,8 @@ LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
 # Of images with so many channels out at most it computes as many; of filters with more than nine taps in 16 bits (channels are computed 64 at once);
 # in TF32 where a dilation is more than 2; and where channels are no multiple of four, of which it has no operands as they lie, a multiprocessor's of
 # tiles of so many positions and channels out (trials/library_rates.json).
-LIBRARY_FEW_OUT, FEW_OUT = {2: 220e6, 4: 107e6}, 32
+# Of twice as many (channels last, 64 to 64 by 3 x 3: sizes/2026-11-30-h200-alone-units.json).
+LIBRARY_FEW_OUT, LIBRARY_HALF_OUT, FEW_OUT = {2: 220e6, 4: 107e6}, {2: 445e6, 4: 250e6}, 32
 LIBRARY_TAPS, LIBRARY_DILATED = 450e6, 110e6
 LIBRARY_UNALIGNED = 0.97e6
 # Of so many positions and channels out. In TF32, of images, where no more than half of the multiprocessors have one, it takes as long as theirs, and where
@@ -296,9 +297,11 @@ def _met(shapes: Shapes) -> int:
 
 def packing_microseconds(shapes: Shapes, how: Streamed) -> float:
     """Of what packs for stream."""
-    packs = (how.packs or how.folded == VIEWS) and not how.plane
-    packed = 2 * math.prod(shapes.filters) + packs * _met(shapes)  # filters: which takes about twice as long
-    launches = 1 + packs + 2 * (shapes.itemsize == 4)
+    packs_x = (how.packs or how.folded == VIEWS) and not how.plane
+    packed = 2 * math.prod(shapes.filters) + packs_x * _met(
+        shapes
+    )  # filters: which takes about twice as long
+    launches = 1 + packs_x + 2 * (shapes.itemsize == 4)
     moved = packed * (shapes.itemsize + 2 + 2 * how.split)
     return launches * PACKING_START + moved / (PASS_BYTES * shapes.device.scale.memory)
 
@@ -334,6 +337,8 @@ def _librarys_rate(shapes: Shapes, how: Streamed) -> float:
         rate = LIBRARY_OPERATIONS[itemsize]
         if outputs <= FEW_OUT:
             rate = LIBRARY_FEW_OUT[itemsize] / computed(outputs, FEW_OUT)
+        elif outputs <= 2 * FEW_OUT and not (itemsize == 2 and math.prod(kernel) > 9):
+            rate = LIBRARY_HALF_OUT[itemsize] / computed(outputs, 2 * FEW_OUT)
         elif itemsize == 2 and math.prod(kernel) > 9:
             rate = LIBRARY_TAPS / computed(outputs, 64) / computed(channels, 64)
         elif itemsize == 4 and how.dilation > 2:
@@ -377,6 +382,11 @@ def library_turns(filters: Sequence[int], itemsize: int, forward: bool) -> bool:
     return min(outputs, channels) >= LIBRARY_TURNS or (forward and images and many)
 
 
+def turns_for_library(shapes: Shapes, how: Streamed) -> bool:
+    """`library_turns` of a convolution that goes forward."""
+    return not (how.last or how.split) and library_turns(shapes.filters, shapes.itemsize, forward=True)
+
+
 def by_library(shapes: Shapes, how: Streamed) -> float:
     """Microseconds of the library's convolution, and of passes over v behind it that ours saves."""
     image, filters, positions, itemsize, device = shapes
@@ -386,7 +396,7 @@ def by_library(shapes: Shapes, how: Streamed) -> float:
     found = LIBRARY_STARTS[itemsize] + max(products, moved)
     odd = itemsize == 2 and shapes.taps == 1 and positions // image[0] % 2
     longer = ODD_TURNED if odd and not how.last else 1
-    if not how.last and not how.split and library_turns(filters, itemsize, forward=True):
+    if turns_for_library(shapes, how):
         found += PACKING_START + shapes.moving(2 * x) * longer
     if how.beside_wide:
         by_wide = wide_microseconds(image, filters, itemsize, how.split, device)

@@ -85,7 +85,7 @@ class Text(NamedTuple):
 
 # Names that the text around the tail has, and words of the language that an attribute of a model may be called by.
 _TAKEN = set(
-    "v x padded y weight pooled before after channel tail Tail Channel Filter Build Conv Target largest_x auto bool case char class const default delete do double else "
+    "v x padded y weight pooled before after channel tail Tail Channel Alike ReadsPlaces Filter Build Conv Target largest_x auto bool case char class const default delete do double else "
     "enum explicit export extern float for goto if inline int long namespace new operator private public register short signed sizeof static "
     "struct switch template this throw try typename union unsigned using virtual void volatile while and or not xor".split()
 )
@@ -127,10 +127,11 @@ class _Writer:
             *[f"    {line}" for line in lines],
             f"    return {{{', '.join([*[by_channel[node] for node in kept], *more.values()])}}};",
         ]
+        alike = not re.search(r"\bn\b", "".join(body))
         text = [
             f"  struct Channel {{ {' '.join(declared)} }};",
-            *["  using Alike = void;  // in all samples"] * (not re.search(r"\bn\b", "".join(body))),
-            "  __device__ __forceinline__ Channel channel(int64_t n, int c) const {",
+            *["  using Alike = void;  // in all samples"] * alike,
+            f"  __device__ __forceinline__ Channel channel(int64_t{' n' * (not alike)}, int c) const {{",
             *body,
             "  }",
         ]

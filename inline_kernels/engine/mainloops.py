@@ -192,16 +192,17 @@ def _narrow_loses(job: Job, microseconds: Callable, **margin: float) -> str | No
     inside, of_v = _by_stream(job, how)
     others = min(inside, of_v + how.passes * costs.pass_microseconds(shapes))
     copied = costs.PACKING_START + shapes.moving(2 * math.prod(shapes.image)) if job.pads else 0.0
-    if library.is_channels_last(
-        job.x
-    ):  # x is copied to planes, and y back, by PyTorch, which takes twice as long
-        moved = 4 * (math.prod(shapes.image) + shapes.positions * shapes.filters[0])
-        copied += 2 * costs.PACKING_START + shapes.moving(moved)
+    # PyTorch copies x to planes, and y back, and takes twice as long as a pass.
+    if library.is_channels_last(job.x):
+        stored = not job.sinks or any(sink.kind == "store" for own in job.sinks for sink in own)
+        of_y = shapes.positions * shapes.filters[0] // job.window * stored
+        copied += (1 + stored) * costs.PACKING_START + shapes.moving(4 * (math.prod(shapes.image) + of_y))
     return choice.narrow_loses(products, shapes, how._replace(beside_wide=False), copied, others, **margin)
 
 
 def _by_stream(job: Job, how: costs.Streamed) -> tuple[float, float]:
-    """Microseconds by stream, with the tail inside, and of v alone, which passes read; infinite where it can't run, or loses to the library."""
+    """Microseconds by stream, with the tail inside, and of v alone, which passes read; infinite where it can't run, or loses to the
+    library, and the second where what can run is timed: `stored` is another candidate then."""
     shapes, single = job.shapes, (1,) * len(job.walk.stride)
     alone, inside, of_v = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1]), math.inf, math.inf
     if shapes.device.capability != (9, 0):  # by mma.sync it isn't known to be faster than others
@@ -209,7 +210,7 @@ def _by_stream(job: Job, how: costs.Streamed) -> tuple[float, float]:
     if copies_obstacle(job.walk, job.weight.shape[2:], single) is None:
         if job.front and len(job.dtypes) <= 2 and _stream_obstacle(job) is None:
             inside = costs.stream_microseconds(shapes, how)
-        if not job.is_alone and _stream_obstacle(alone) is None:
+        if not job.is_alone and not choice.is_silent() and _stream_obstacle(alone) is None:
             of_v = costs.stream_microseconds(shapes, _streamed(alone, False))
     return inside, of_v
 
@@ -263,8 +264,9 @@ def _wide_obstacle(job: Job) -> str | None:
     few = weight.shape[1] <= costs.FEW_CHANNELS and not _limits(job)
     if few and not choice.is_silent() and _rows_fit(job) is None:
         return "there are few channels in"
-    by_wgmma = tiling.capability(x) == (9, 0)
-    if by_wgmma and job.front and weight.shape[1] > 64 and (weight.shape[1] > 128 or not stream_splits(job)):
+    outputs, channels, *_ = weight.shape
+    fills = outputs > 2 * costs.FEW_OUT and channels > (128 if stream_splits(job) else 64)  # stream's tiles
+    if tiling.capability(x) == (9, 0) and job.front and fills:
         alone = job._replace(front=None, sinks=(), dtypes=job.dtypes[:1])
         if _stream_obstacle(job if len(job.dtypes) == 1 else alone) is None:
             return "stream is faster from 64 channels in on, from 128 in float32"
@@ -294,8 +296,8 @@ def _wide_loses(job: Job) -> bool:
     one_tap = shapes.taps == 1 and itemsize == 2  # of which it waits for memory
     if not choice.is_silent() and (filters[0] <= costs.FEW_OUT or one_tap):  # few of a block of 64
         theirs = costs.by_library(shapes, how._replace(beside_wide=False))
-        turns = costs.library_turns(filters, itemsize, forward=True)
-        if (1 if one_tap or turns else costs.WIDE_LIBRARY) * theirs < how.passes * ours:
+        sure = one_tap or costs.turns_for_library(shapes, how)
+        if (1 if sure else costs.WIDE_LIBRARY) * theirs < how.passes * ours:
             return True
     if choice.wide_loses(how.passes * ours, inside):
         return True

@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(kImageThreads)
 #endif
 }
 
-// All of x's pixels where values of 16 bits are operands, a tile of core/matrix_tile.cuh a block. aligned: do
+// All of x's pixels where values of 16 bits are operands, by tiles of core/matrix_tile.cuh. aligned: do
 // planes begin at multiples of 16 bytes? Grid: positions, channels, samples.
 template <class Conv> constexpr bool kPacksHalves = sizeof(typename Conv::value_t) == 2 && !Conv::kScaled;
 template <class Conv>

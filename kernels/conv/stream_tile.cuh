@@ -34,7 +34,8 @@ struct NoSink {
 template <class Tail, class = void> constexpr bool reads_places = false;
 template <class Tail> constexpr bool reads_places<Tail, std::void_t<typename Tail::ReadsPlaces>> = true;
 
-// Are a channel's constants the same for all samples? Then it says so.
+// Are a channel's constants the same for all samples? Then it says so, and of those in a tile channel() is
+// asked once.
 template <class Tail, class = void> constexpr bool is_alike = std::is_same_v<Tail, Identity>;
 template <class Tail> constexpr bool is_alike<Tail, std::void_t<typename Tail::Alike>> = true;
 

@@ -36,7 +36,7 @@ __device__ __forceinline__ uint64_t describe_swizzled_transposed(uint32_t addres
 // Four 8×8 matrices of 16-bit elements, as load_matrices_transposed gives them, back to shared memory; lane
 // 8 i + r gives the place of row r (16 bytes) of matrix i.
 __device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&registers)[4]) {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && (!defined(CAPABILITY) || CAPABILITY == 90)
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
       "r"(registers[0]), "r"(registers[1]), "r"(registers[2]), "r"(registers[3])

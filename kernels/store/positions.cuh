@@ -80,7 +80,7 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
                                                const Patch& patch, const Where& where, int channels) const {
     static_assert(kTiles % kTilesAtOnce == 0);
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const bool units =
+    const bool by_units =
         Where::kRuns && (where.results() | patch.position) % kUnit == 0 && uintptr_t(y) % 16 == 0;
 #pragma unroll
     for (int first = 0; first < kTiles; first += kTilesAtOnce) {
@@ -94,7 +94,7 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
       __syncwarp();  // everyone has written
       const Patch part{patch.position + first * 8, patch.columns - first * 8, patch.channel,
                        min(channels - patch.channel, patch.channels)};
-      if (units) put_units(staging, part, where, channels);
+      if (by_units) put_units(staging, part, where, channels);
       else put_words(staging, part, where, channels);
     }
   }
@@ -114,8 +114,9 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
       units[i] = *reinterpret_cast<const uint4*>(staging + (i * kRows + own) * kPitch + unit * 4);
     const int count = unit * kUnit < part.columns ? part.channels - own : 0;
 #pragma unroll
-    for (int i = 0; i < 16 / kRows; i++, to += kRows * S)
-      if (i * kRows < count) __stcg(reinterpret_cast<uint4*>(to), units[i]);  // else four words, one by one
+    for (int i = 0; i < 16 / kRows; i++, to += kRows * int64_t(S))
+      // By intrinsic: the compiler would store four words.
+      if (i * kRows < count) __stcg(reinterpret_cast<uint4*>(to), units[i]);
   }
 
   // The same wherever y lies: a lane stores a word of each kBeside-th channel, as a whole or by elements.
@@ -152,7 +153,7 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
 #pragma unroll
         for (int i = 0; i < kPerWord; i++) {
           if (real[i]) *to[i] = words[c].at[i];
-          to[i] += kBeside * S;
+          to[i] += kBeside * int64_t(S);
         }
       }
     }
@@ -203,6 +204,9 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
   static __device__ __forceinline__ void put_unit(T* to, const uint4& unit, int count, int channels) {
     if (channels % kUnit == 0 && uintptr_t(to) % 16 == 0) {
       if (count > 0) __stcg(reinterpret_cast<uint4*>(to), unit);
+    } else if (channels % (kUnit / 2) == 0 && uintptr_t(to) % 8 == 0) {
+      if (count > 0) __stcg(reinterpret_cast<uint2*>(to), make_uint2(unit.x, unit.y));
+      if (count > kUnit / 2) __stcg(reinterpret_cast<uint2*>(to) + 1, make_uint2(unit.z, unit.w));
     } else {
 #pragma unroll
       for (int c = 0; c < kUnit; c++)
