@@ -453,7 +453,7 @@ def wide_microseconds(
     tile += product * products * block / 64
     tile *= WIDE_LATER if products > WIDE_PRODUCTS else 1
     read = math.prod(image) * -(-outputs // block)
-    if math.prod(kernel) == 1 and itemsize == 2:
+    if math.prod(kernel) == 1:
         read += image[0] * rows * columns * outputs  # written as slowly
     moved = read * itemsize / (WIDE_BYTES[itemsize] * device.scale.memory)
     return start + max(moved, -(-tiles // device.multiprocessors) * tile / device.scale.clock)
