@@ -224,18 +224,18 @@ class _Builder:
         if self.choose(True, False):  # windows that overlap, lie apart, begin outside
             stride = tuple(self.choose(1, 2, 3) for _ in window)
             around = tuple(self.r.randint(0, w // 2) for w in window)
-        axes = zip(self.shape.positions, window, stride, around)
+        axes = [*zip(self.shape.positions, window, stride, around)]
         sizes = tuple((s + 2 * p - w) // t + 1 for s, w, t, p in axes)
         if min(sizes) < 1:
             return self.pointwise(model)
         self.shape = self.shape._replace(positions=sizes)
         largest, average = [(F.max_pool2d, F.avg_pool2d), (F.max_pool3d, F.avg_pool3d)][self.dimensions - 2]
-        return self.r.choice(
-            [
-                ("max_pool", lambda m, v, k: largest(v, window, stride, around)),
-                ("avg_pool", lambda m, v, k: average(v, window, stride, around)),
-            ]
-        )
+        options = [("max_pool", lambda m, v, k: largest(v, window, stride, around))]
+        if self.dimensions == 2 or all(
+            s >= w for s, w, *_ in axes
+        ):  # else eager refuses it, whatever is around
+            options.append(("avg_pool", lambda m, v, k: average(v, window, stride, around)))
+        return self.r.choice(options)
 
     def positions(self, model):
         """Over all positions, or one axis of them."""
