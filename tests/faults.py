@@ -309,7 +309,7 @@ FAULTS = [
     Fault("kernels/conv/stream_views_sm90.cuh", "while (most > 1 && stages(at, most) == 0) most--;", "", "test_stream.py -k little_memory"),
     Fault("kernels/conv/stream_views_sm90.cuh", "await(weights_barrier(shared), 0);\n    for (int number = team;; number += args.teams)", "await(weights_barrier(shared), 0);\n    for (int number = team;; number += kTeams)", "test_stream.py -k little_memory"),
     Fault("kernels/store/positions.cuh", "if ((first + c) * kBeside + own >= part.channels) break;", "", "test_stream.py -k views"),
-    Fault("kernels/store/positions.cuh", "unit * kUnit < part.columns ?", "true ?", "test_stream.py -k planes"),
+    Fault("kernels/store/positions.cuh", "unit * kOfUnit < part.columns ?", "true ?", "test_stream.py -k planes"),
     Fault("kernels/store/positions.cuh", "i * kRows < count", "true", "test_stream.py -k planes"),
     Fault("kernels/store/positions.cuh", "column < patch.columns && at >= 0) put_unit", "at >= 0) put_unit", "test_stream.py -k by_matrices"),
     Fault("kernels/core/matrix_tile.cuh", "if (padded > rows) {", "if (false) {", "test_stream.py -k by_matrices"),

@@ -46,10 +46,9 @@ LIBRARY_STARTS = {2: 10, 4: 12}
 # come out (384 to 24: `others` in sizes/2026-11-30-h200-drawn-later.json; 192 to 24: 0.76 ms in planes, 0.56 turned, trials/units.json).
 LIBRARY_TURNS, LIBRARY_TURNS_MANY, LIBRARY_TURNS_OUT = 32, 128, 8
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
-# Of images with so many channels out at most it computes as many; of filters with more than nine taps in 16 bits (channels are computed 64 at once);
-# in TF32 where a dilation is more than 2; and where channels are no multiple of four, of which it has no operands as they lie, a multiprocessor's of
-# tiles of so many positions and channels out (trials/library_rates.json).
-# Of twice as many (channels last, 64 to 64 by 3 x 3: sizes/2026-11-30-h200-alone-units.json).
+# Of images with so many channels out at most it computes as many, or twice as many (64 to 64: sizes/2026-11-30-h200-alone-units.json); of filters with more than
+# nine taps in 16 bits (channels are computed 64 at once); in TF32 where a dilation is more than 2; and where channels are no multiple of four, of which it has no
+# operands as they lie, a multiprocessor's of tiles of so many positions and channels out (trials/library_rates.json).
 LIBRARY_FEW_OUT, LIBRARY_HALF_OUT, FEW_OUT = {2: 220e6, 4: 107e6}, {2: 445e6, 4: 250e6}, 32
 LIBRARY_TAPS, LIBRARY_DILATED = 450e6, 110e6
 LIBRARY_UNALIGNED = 0.97e6
@@ -298,9 +297,8 @@ def _met(shapes: Shapes) -> int:
 def packing_microseconds(shapes: Shapes, how: Streamed) -> float:
     """Of what packs for stream."""
     packs_x = (how.packs or how.folded == VIEWS) and not how.plane
-    packed = 2 * math.prod(shapes.filters) + packs_x * _met(
-        shapes
-    )  # filters: which takes about twice as long
+    # Filters take about twice as long.
+    packed = 2 * math.prod(shapes.filters) + packs_x * _met(shapes)
     launches = 1 + packs_x + 2 * (shapes.itemsize == 4)
     moved = packed * (shapes.itemsize + 2 + 2 * how.split)
     return launches * PACKING_START + moved / (PASS_BYTES * shapes.device.scale.memory)

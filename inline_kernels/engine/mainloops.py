@@ -287,7 +287,7 @@ def _wide_obstacle(job: Job) -> str | None:
 
 
 def _wide_loses(job: Job) -> bool:
-    """Would stream take less, or, of few channels out, the library by far? Where v is written, stream runs if it takes less for that, too."""
+    """Would stream take less, or, of few channels out or of one tap in 16 bits, the library? Where v is written, stream runs if it takes less for that, too."""
     shapes, how = job.shapes, _streamed(job, job.window > 1)
     image, filters, _, itemsize, device = shapes
     ours = costs.wide_microseconds(image, filters, itemsize, stream_splits(job), device)

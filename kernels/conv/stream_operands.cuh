@@ -314,14 +314,14 @@ __global__ void __launch_bounds__(kImageThreads)
 
 // All of x's pixels where values of 16 bits are operands, by tiles of core/matrix_tile.cuh. aligned: do
 // planes begin at multiples of 16 bytes? Grid: positions, channels, samples.
-template <class Conv> constexpr bool kPacksHalves = sizeof(typename Conv::value_t) == 2 && !Conv::kScaled;
+template <class Conv> constexpr bool kPacksMatrices = sizeof(typename Conv::value_t) == 2 && !Conv::kScaled;
 template <class Conv>
 __global__ void __launch_bounds__(kImageThreads, 4)
-    pack_halves_kernel(typename Conv::operand_t* packed, const typename Conv::value_t* x, int64_t S,
-                       int64_t N, bool aligned) {
+    pack_matrices_kernel(typename Conv::operand_t* packed, const typename Conv::value_t* x, int64_t S,
+                         int64_t N, bool aligned) {
   await_previous_kernel();
   using Tile = MatrixTile<typename Conv::value_t, kImageThreads>;
-  __shared__ uint4 room[Tile::kUnits];
+  __shared__ uint4 room[Tile::kAllEights];
   const int64_t position = int64_t(blockIdx.x) * kMatrixColumns;
   const int channel = blockIdx.y * kMatrixRows, padded = min(Conv::kPixel - channel, kMatrixRows);
   const Tile tile{room, unsigned(min(Conv::kChannelsIn - channel, kMatrixRows)),
@@ -459,10 +459,10 @@ void pack_image(uint4* packed, const Scales<typename Conv::Operands>& scales, co
     if constexpr (Conv::kScaled)
       launch_early(pack_pixels_kernel<Conv, true, kLast, Pixels>, dim3(32, samples), kImageThreads, stream,
                    packed, scales, x, pixels, rows);
-  } else if constexpr (kPacksHalves<Conv> && std::is_same_v<Pixels, All>) {
+  } else if constexpr (kPacksMatrices<Conv> && std::is_same_v<Pixels, All>) {
     static_assert(Conv::kFolded == 1 && std::is_same_v<typename Conv::operand_t, typename Conv::value_t>);
     const dim3 blocks(blocks_for(rows.S, kMatrixColumns), ceil_div(Conv::kPixel, kMatrixRows), samples);
-    launch_early(pack_halves_kernel<Conv>, blocks, kImageThreads, stream,
+    launch_early(pack_matrices_kernel<Conv>, blocks, kImageThreads, stream,
                  reinterpret_cast<typename Conv::operand_t*>(packed), x, rows.S, scales.N,
                  rows.S % 8 == 0 && uintptr_t(x) % 16 == 0);
   } else {

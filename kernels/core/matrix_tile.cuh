@@ -27,8 +27,8 @@ template <class T> __device__ __forceinline__ uint4 aligned_around(const T* at) 
 template <class T, int kThreads> struct MatrixTile {
   uint4* const at;
   const unsigned rows, columns;
-  static constexpr int kEights = kMatrixColumns / 8, kUnits = kMatrixRows * kEights,  // 16 bytes each
-      kJobs = kUnits / kThreads, kWarps = kThreads / 32;                              // of a thread
+  static constexpr int kEights = kMatrixColumns / 8, kAllEights = kMatrixRows * kEights,  // 16 bytes each
+      kJobs = kAllEights / kThreads, kWarps = kThreads / 32;                              // of a thread
   static_assert(kMatrixRows / 32 * kEights == kJobs * kWarps);
 
   // Of rows at `from`, `pitch` elements apart.

@@ -52,15 +52,12 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
   static constexpr int kTilesAtOnce = sizeof(T) == 1 ? 4 : 4 * kPerWord;  // through staging
   static constexpr int kLanes = kTilesAtOnce * 8 / kPerWord;              // that store a channel's words
   static constexpr int kBeside = 32 / kLanes;                             // channels
-  static constexpr int kUnit = 16 / int(sizeof(T));                       // elements
+  static constexpr int kOfUnit = 16 / int(sizeof(T));                     // elements
   // Staging, in words: 16 channels × kLanes of positions, or 32 positions × 16 channels of float32, or 64
   // positions × two units; without conflicts, but where bytes are read.
   static constexpr bool kByUnits = kChannelsLast && sizeof(T) == 2;
-  static constexpr int kPitch = kByUnits        ? 8
-                                : kChannelsLast ? 20
-                                : kPerWord == 1 ? 40
-                                : kPerWord == 2 ? 36
-                                                : 12;
+  static constexpr int kPitchOfPlanes = kPerWord == 1 ? 40 : kPerWord == 2 ? 36 : 12;
+  static constexpr int kPitch = kByUnits ? 8 : kChannelsLast ? 20 : kPitchOfPlanes;
   static constexpr int kWarpBytes = (kByUnits ? 64 : kChannelsLast ? 32 : 16) * kPitch * 4;
   struct alignas(4) Word {
     T at[kPerWord];
@@ -81,7 +78,7 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
     static_assert(kTiles % kTilesAtOnce == 0);
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const bool by_units =
-        Where::kRuns && (where.results() | patch.position) % kUnit == 0 && uintptr_t(y) % 16 == 0;
+        Where::kRuns && (where.results() | patch.position) % kOfUnit == 0 && uintptr_t(y) % 16 == 0;
 #pragma unroll
     for (int first = 0; first < kTiles; first += kTilesAtOnce) {
       if (first * 8 >= patch.columns) break;
@@ -103,16 +100,16 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
   template <class Where>
   __device__ __forceinline__ void put_units(const Word* staging, const Patch& part, const Where& where,
                                             int channels) const {
-    constexpr int kUnits = kTilesAtOnce * 8 / kUnit, kRows = 32 / kUnits;  // of a channel; channels at once
+    constexpr int kUnits = kTilesAtOnce * 8 / kOfUnit, kRows = 32 / kUnits;  // of a channel; channels at once
     const int lane = threadIdx.x % 32, unit = lane % kUnits, own = lane / kUnits, S = where.results();
-    const Place place = where(part.position + unit * kUnit);
+    const Place place = where(part.position + unit * kOfUnit);
     T* to = y + (int64_t(place.n) * channels + part.channel + own) * S + place.s;
     uint4 units[16 / kRows];  // all are read before the first is stored: the compiler keeps a read behind an
                               // earlier store
 #pragma unroll
     for (int i = 0; i < 16 / kRows; i++)
       units[i] = *reinterpret_cast<const uint4*>(staging + (i * kRows + own) * kPitch + unit * 4);
-    const int count = unit * kUnit < part.columns ? part.channels - own : 0;
+    const int count = unit * kOfUnit < part.columns ? part.channels - own : 0;
 #pragma unroll
     for (int i = 0; i < 16 / kRows; i++, to += kRows * int64_t(S))
       // By intrinsic: the compiler would store four words.
@@ -202,14 +199,14 @@ template <class T, bool kChannelsLast, bool kRounds = false> struct Positions {
 
   // The first `count` elements of a unit, channels of a position.
   static __device__ __forceinline__ void put_unit(T* to, const uint4& unit, int count, int channels) {
-    if (channels % kUnit == 0 && uintptr_t(to) % 16 == 0) {
+    if (channels % kOfUnit == 0 && uintptr_t(to) % 16 == 0) {
       if (count > 0) __stcg(reinterpret_cast<uint4*>(to), unit);
-    } else if (channels % (kUnit / 2) == 0 && uintptr_t(to) % 8 == 0) {
+    } else if (channels % (kOfUnit / 2) == 0 && uintptr_t(to) % 8 == 0) {
       if (count > 0) __stcg(reinterpret_cast<uint2*>(to), make_uint2(unit.x, unit.y));
-      if (count > kUnit / 2) __stcg(reinterpret_cast<uint2*>(to) + 1, make_uint2(unit.z, unit.w));
+      if (count > kOfUnit / 2) __stcg(reinterpret_cast<uint2*>(to) + 1, make_uint2(unit.z, unit.w));
     } else {
 #pragma unroll
-      for (int c = 0; c < kUnit; c++)
+      for (int c = 0; c < kOfUnit; c++)
         if (c < count) to[c] = reinterpret_cast<const T*>(&unit)[c];
     }
   }
