@@ -249,6 +249,7 @@ def test_many_parts(layout, device, monkeypatch):
         monkeypatch.setattr(
             load_plan, "_shares", lambda most, planes, _: max(most, 33) if layout == "turned" else 2
         )
+        monkeypatch.setattr(load_plan, "_in_few_turns", lambda *_: 33 if layout == "turned" else 2)
         monkeypatch.setattr(load_plan, "_FEW_PARTS", 1 << 20)  # who plans would have fewer
     else:
         monkeypatch.setattr(load_plan, "parts_of", lambda *given: 40)
@@ -278,6 +279,53 @@ def test_some_parts(parts, device, monkeypatch):
     model = Last("norm", 8, 2)
     run = assert_rule(model, x.contiguous(memory_format=torch.channels_last))
     assert run.plan.last
+
+
+class OfSamples(nn.Module):
+    """Sums over all samples, and what else reads a sample's own: nothing, a mean over positions, or a norm."""
+
+    def __init__(self, besides: str):
+        super().__init__()
+        self.conv, self.besides = nn.Conv2d(3, 8, 3), besides
+        self.norm, self.own = nn.BatchNorm2d(8), nn.InstanceNorm2d(8)
+
+    def forward(self, x):
+        v = self.conv(x)
+        y = self.norm(v)
+        if self.besides == "a mean":
+            return y * v.mean((2, 3), keepdim=True)
+        return y + self.own(v) if self.besides else y
+
+
+@pytest.mark.parametrize("besides", ["", "a mean", "a norm"])
+@pytest.mark.parametrize("parts", [1, 3, 40])
+@pytest.mark.parametrize("last", [False, True])
+def test_samples_are_merged_at_once(last, parts, besides, device, monkeypatch):
+    """Parts of planes of all samples, where nobody asks for a sample's own. Samples' means are far apart."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(load_plan, "parts_of", lambda *given: parts)
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, 34, 30) + torch.linspace(-9, 9, 5)[:, None, None, None]
+    if last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    run = assert_rule(OfSamples(besides).train(), x, label=besides)
+    at_once = {key.what for key in run.plan.composed.forward.of_all_samples}
+    assert at_once == (set() if besides else {"mean", "m2"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("image", [(4, 5), (7, 7), (9, 12), (13, 19)], ids=str)
+def test_blocks_have_several_planes(image, dtype, device):
+    """Of small ones, 8, 16 or 32 lanes each; the last block has fewer."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    torch.manual_seed(0)
+    model = OfSamples("").train().to(dtype)
+    x = (torch.randn(3, 3, image[0] + 2, image[1] + 2) + 2.0).to(dtype)
+    assert_rule(model, x, label=str(image))
+    with torch.no_grad():
+        assert_rule(model, x, backward=False, label=str(image))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)

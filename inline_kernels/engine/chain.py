@@ -291,6 +291,7 @@ class _Back:
                 about = step, wanted, own, pick, kept, spent, frees, result, filters, weight, unread
                 steps.append(_BackStep(*about, own_result))
         self.steps, self.size = steps[::-1], run.count + len(run.steps)
+        self.laid: dict[tuple, Callable] = {}  # by shape and dtype, what turns a gradient for a sum
         self.turns = self.turns_back = None  # once backward has run
 
     def __call__(self, dys: Sequence[Tensor | None], given: list) -> list:
@@ -325,7 +326,7 @@ class _Back:
             for number, place in each.wanted:
                 if (gradient := found[number]) is not None:
                     known = gradients[place]
-                    gradients[place] = gradient if known is None else _sum(known, gradient)
+                    gradients[place] = gradient if known is None else self._sum(known, gradient, watched)
             turned[i] = a = saved = found = gradient = dy = None
             for at in each.frees:
                 given[at] = None
@@ -356,6 +357,19 @@ class _Back:
         self.back, self.turns_back = back, layouts.turning_all(back)
         self.turns = layouts.turning_all(filters)
 
+    def _sum(self, one: Tensor, other: Tensor, watched: bool) -> Tensor:
+        """Of two gradients, channels last if one of them is: so reads it the part that it is of. Then the other is turned first: of two that
+        lie in different layouts PyTorch's sum takes four times as long."""
+        if one.dim() in library.CHANNELS_LAST:
+            if library.is_channels_last(one):
+                one, other = other, one
+            if library.is_channels_last(other) and one.is_contiguous() and not watched:
+                key = one.shape, one.dtype
+                if key not in self.laid:
+                    self.laid[key] = layouts.turning_one(one)
+                one = self.laid[key](one)
+        return other + one
+
     def _turn_back(self, gradients: list) -> None:
         """Those of filters that the library gave channels last."""
         found = [gradients[each.weight] if turning else None for each, turning in zip(self.steps, self.back)]
@@ -373,12 +387,6 @@ def _filters_of(each: _BackStep, settings: object) -> tuple[layouts.Turning | No
     if each.weight is None or not _by_library(each.step):
         return None, False
     return schedule.turns_filters(each.step.plan.inner, each.needs, settings)
-
-
-def _sum(one: Tensor, other: Tensor) -> Tensor:
-    """Of two gradients, channels last if one of them is: so reads it the part that it is of."""
-    has_layouts = other.dim() in library.CHANNELS_LAST
-    return other + one if has_layouts and library.is_channels_last(other) else one + other
 
 
 def _by_library(step: Step) -> bool:

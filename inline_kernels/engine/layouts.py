@@ -6,6 +6,7 @@ There it is fastest channels last where it runs on tensor cores, and so does wha
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -230,6 +231,20 @@ def turning_all(turnings: Sequence[Turning | None]) -> dict[int, Callable[[Seque
                 some, own = own[:count], own[count:]
                 jobs[some[0]] = _job(kernels, some, [turnings[i].turn for i in some], rounds)
     return jobs
+
+
+def turning_one(like: Tensor) -> Callable[[Tensor], Tensor]:
+    """What turns tensors like this one, which lies in planes, channels last. On a GPU alone."""
+    if library.device_type(like) != "cuda" or not (turning := Turning.of(like, True)):
+        return functools.partial(Tensor.contiguous, memory_format=library.channels_last(like))
+    (run,) = turning_all([turning]).values()
+
+    def turned(t: Tensor) -> Tensor:
+        found: list = [None]
+        run([t], found)
+        return found[0]
+
+    return turned
 
 
 def _job(kernels, some: Sequence[int], turns: Sequence[_Turn], rounds: bool) -> Callable:

@@ -20,7 +20,10 @@ from .programs import Composed, can_lie_last, composed_of, has_channels, kind_fo
 
 _FEW_PARTS = 32  # reduce.cuh's kFewParts: more are merged by a launch of their own, which takes 3 µs
 _BLOCKS = 384  # that keep a GPU busy
-_WAVE, _WAVES = 512, 2048  # blocks that a GPU runs at once, or that leave it no idle end
+_WAVES = 2048  # blocks that leave a GPU no idle end
+_AT_ONCE = 264  # channels last, by channel: blocks that a GPU runs at once; twice as many of those that hold up to _HELD values by channel
+_HELD = 7
+_FIRST, _OF_A_LANE = 2, 8  # what a block reads first, or sums up last, takes as long as so many positions; of sums a lane has as many
 
 
 @dataclass
@@ -177,11 +180,14 @@ def parts_of(plan: Plan, program: Program, number: int) -> int:
         lanes = _lanes_across(packs) if sums else _lanes_of_points(packs)
         most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
         planes = plan.sizes.N * side_by_side
-        if sums:  # a lane has eight positions, of which it reads four at once; by channel more, because a block's last sums take as long as those
-            return _few(_shares(-(-most // 8), planes, _WAVES if each.by_sample else _WAVE), planes)
+        if sums and each.by_sample:
+            return _few(_shares(-(-most // _OF_A_LANE), planes, _WAVES), planes)
+        if sums:
+            at_once = _AT_ONCE if program.texts[number].held_by_channel > _HELD else 2 * _AT_ONCE
+            return _few(_in_few_turns(most, planes, at_once, _OF_A_LANE, -(-most // _OF_A_LANE)), planes)
         if each.by_sample:
             return max(_shares(most, planes, _WAVES), most // 4)
-        return max(_shares(most, planes, _WAVE), _shares(most // 4, planes, _WAVES))
+        return _in_few_turns(most, planes, _AT_ONCE, _FIRST, most)
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
         side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
@@ -229,6 +235,16 @@ def _lanes_of_points(packs: int) -> int:
 def _shares(most: int, planes: int, blocks: int) -> int:
     """Blocks that share planes, of which they take some side by side: so many that there are `blocks`."""
     return max(1, min(most, -(-blocks // planes)))
+
+
+def _in_few_turns(positions: int, planes: int, at_once: int, besides: int, most: int) -> int:
+    """Parts of a plane, `most` of them, so that the turns in which a GPU runs all blocks, so many at once, are few and short: a turn takes as long
+    as the positions of a lane, which are so many if there is one part, and what a block does besides."""
+
+    def taken(parts: int) -> float:
+        return -(-planes * parts // at_once) * (positions / parts + besides)
+
+    return min(range(1, min(most, 1 + 4 * at_once // planes) + 1), key=taken)
 
 
 def _few(parts: int, planes: int) -> int:

@@ -209,6 +209,7 @@ class Program:
             self._want(root.node, root.space)
         if joins:
             self._want_windows(nodes)
+        self.of_all_samples = self._merged_at_once()
         self._order()
         self._name()
 
@@ -292,6 +293,33 @@ class Program:
             return [Key("mean", parts.node)] + [Key("m2", parts.node)] * (node.op == "variance")
         what = "sum" if parts.what == "sums" else "place" if node.op == "pick" else "most"
         return [Key(what, parts.node)]
+
+    def _merged_at_once(self) -> set[Key]:
+        """What a GPU merges of the planes of all samples, because a sample's own is nobody's to ask for: sums and moments."""
+        if self.on_cpu:
+            return set()
+        nodes = walk(
+            [key.node for key in (*self.small, *self.wanted)], lambda n: () if n in self.given else n.args
+        )
+        readers: dict[Node, list[Node]] = {}
+        for node in nodes:
+            for a in node.args:
+                readers.setdefault(a, []).append(node)
+
+        def is_at_once(node: Node) -> bool:
+            if node.op == "variance":
+                return {*node.attr} == {"n", "s"}
+            is_read = Key("value", node) in self.small or Key("value", node) in self.root_of
+            reads = [each.op == "sum" and each.attr == "n" for each in readers.get(node, ())]
+            return node.op == "sum" and not is_read and bool(reads) and all(reads)
+
+        asked: dict[Key, bool] = {}
+        for node in nodes:
+            if node not in self.given and (parts := self.parts_of(node)):
+                space = parts.source.space
+                asked[parts] = asked.get(parts, space.n and space.c) and is_at_once(node)
+        at_once = {parts for parts, is_so in asked.items() if is_so}
+        return {key for key in self.small if key.what in PARTS and Key(PARTS[key.what], key.node) in at_once}
 
     def has_place(self, pick: Node) -> bool:
         """Does anybody ask where a plane's maximum is?"""
@@ -440,7 +468,8 @@ class Program:
         """Of the planes or positions of an array."""
         if key.what == "value":
             return self.root_of[key].space if key in self.root_of else key.node.space
-        return key.source.space
+        space = key.source.space
+        return space._replace(n=False) if key in self.of_all_samples else space
 
     def needs(self, key: Key, within: str = "") -> dict[Key, bool]:
         """The arrays that a planes pass reads for a target, or computes on the way; with it, is it looked up: another window's, or channel's,
@@ -699,7 +728,7 @@ class Program:
             if key.what == "value":
                 return Array(name, kind_of(node, self.channels <= OF_A_BYTE), node.space)
             kind = "index" if key.what == "place" else "double"
-            return Array(f"{key.what}_{node.id}", kind, key.source.space._replace(level=""))
+            return Array(f"{key.what}_{node.id}", kind, self._space_of(key)._replace(level=""))
         if key.what == "value":
             return Array(name, kind_of(node, self.channels <= OF_A_BYTE), node.space)
         kind = "double" if key.what == "sums" else key.what

@@ -41,6 +41,7 @@ class PlaneText(PassText):
         self.of_rows: Scope | None = None  # the last walk over those
         self.axis = ""  # the level whose windows are whole axes, if a GPU's lanes share them, and how many terms those have, which is found out here
         self.terms = ""
+        self.held_by_channel = 0  # values, in a GPU's registers (kernels/load/last.cuh)
         self.walks = 0  # over a point's channels, or its windows that are whole axes
         self.loops: list[Scope] = []  # over channels at a point of the pass
         self.held: list[Node] = []  # of what these compute, what later ones read again
@@ -157,6 +158,7 @@ class PlaneText(PassText):
             single, writes = (str(each).lower() for each in (self.chooses, bool(self.made)))
             constants.append(f"bool kSingle = {single}, kWrites = {writes}")
             held = sum(node.space.c for node in plane.known)  # small values by channel
+            self.held_by_channel = held + 3 * len(totals)
             constants.append(
                 f"int kHeld = {held}, kSums = {len(totals)}, kInstructions = {instructions(point.known)}"
             )

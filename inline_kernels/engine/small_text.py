@@ -103,17 +103,19 @@ class SmallText(PassText):
     def _merged(self, key: Key, scope: Scope) -> str:
         """A plane's parts together. Of moments the mean or m2; of a maximum the value or the place."""
         array = self.program.arrays[Key(PARTS[key.what], key.node)]
-        parts = self.number(f"parts_{array.parts}")
-        index = self.index(key.source.space._replace(level=""), scope)
+        parts, at_once = self.number(f"parts_{array.parts}"), key in self.program.of_all_samples
+        index = scope.c if at_once else self.index(key.source.space._replace(level=""), scope)
         first = f"({index}) * {parts}" if " " in index else f"{index} * {parts}"
-        name = self.pointer(array)
+        name, all = self.pointer(array), ""
+        if at_once:  # so many times, and how far apart
+            all = f", {self.number('N')}, {self.number('C')} * {parts}"
         if key.what == "sum":
-            sum = f"lanes.sum({parts}, [&](int64_t i) {{ return {name}[{first} + i]; }})"
+            sum = f"lanes.merge({name} + {first}, {parts}{all})"
             scope.lines.append(f"const double {total_of(key)} = {sum};")
             scope.known[key.node] = total_of(key)
             return total_of(key)
         known = f"{'plane' if PARTS[key.what] == 'moments' else 'largest'}{key.node.id}"
-        line = f"const {TYPES[array.kind]} {known} = lanes.merge({name} + {first}, {parts});"
+        line = f"const {TYPES[array.kind]} {known} = lanes.merge({name} + {first}, {parts}{all});"
         if line not in scope.lines:
             scope.lines.append(line)
         return f"{known}.{key.what}"
@@ -130,9 +132,14 @@ class SmallText(PassText):
             if merged.what != "mean":
                 return self._read_merged(merged, scope)
             count = f"double({self._count('s', of.space.level)})"
+            if Key("mean", of) in self.program.of_all_samples:
+                count += f" * double({self.number('N')})"
             if node.op == "sum":
                 return f"{count} * {self._read_merged(Key('mean', of), scope)}"
             return self._variance(node, scope, count)
+        if node.op == "sum" and node.attr == "n" and of_positions(node.args[0]):
+            if self.program.merged(node.args[0])[0] in self.program.of_all_samples:
+                return self.value(node.args[0], scope)
         if node.op in ("sum", "group"):
             return self._lanes_sum([node.attr], scope, lambda inner: self.value(node.args[0], inner))
         if node.op == "variance":
@@ -159,7 +166,8 @@ class SmallText(PassText):
     def _variance(self, node: Node, scope: Scope, count: str) -> str:
         """Of means and second moments of planes (Chan), or of small values, about the mean of all."""
         of, mean = node.args
-        steps = [step for step in node.attr if step != "s"]
+        merged = ("s", "n") if Key("m2", of) in self.program.of_all_samples else ("s",)
+        steps = [step for step in node.attr if step not in merged]
 
         def term(inner: Scope) -> str:
             about = self.value(mean, inner)

@@ -175,6 +175,9 @@ struct Alone {
     for (int64_t i = 0; i < count; i++) total += f(i);
     return total;
   }
+  double merge(const double* of, int64_t count) const {
+    return sum(count, [&](int64_t i) { return of[i]; });
+  }
   Moments<double> merge(const Moments<double>* of, int64_t count) const {
     Moments<double> moments{0, 0, 0};
     for (int64_t i = 0; i < count; i++) moments = moments.merge(of[i]);

@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
   await_previous_kernel();
   double sum = 0;
   for (int64_t i = threadIdx.x; i < chunks; i += kPlaneThreads) sum += partial[blockIdx.x * chunks + i];
-  sum = block_sum(sum);
+  sum = sum_of(sum, kPlaneThreads);
   if (threadIdx.x == 0) out[blockIdx.x] = value_t(sum);
 }
 

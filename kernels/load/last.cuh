@@ -79,12 +79,13 @@ constexpr int kMostAtOnce = 24, kOfASum = 8;
 template <class Pass, class = void> struct Last {
   static constexpr int channels = kPack, held = 99, at_once = 1,
                        blocks = channels * sizeof(real) > 16 ? 2 : 3;
-  static constexpr bool writes = true, sums = true, is_much = true;
+  static constexpr bool writes = true, sums = true, is_much = true, is_long = true;
 };
 template <class Pass> struct Last<Pass, std::void_t<decltype(Pass::kHeld)>> {
   static constexpr bool few = !Pass::kSums && Pass::kHeld <= 4;
   static constexpr int held = Pass::kHeld + 3 * Pass::kSums;  // by a channel
   static constexpr bool writes = Pass::kWrites, sums = Pass::kSums > 0,
+                        is_long = Pass::kInstructions > kMostAtOnce,
                         is_much = Pass::kInstructions + kOfASum * Pass::kSums > kMostAtOnce;
   static constexpr int channels = Pass::kSingle ? 1
                                   : few         ? kPack

@@ -14,14 +14,16 @@
 //           replace_v(x), for passes behind that ask for v(); of its plane held(count), room for values of a
 //           point; of windows of whole rows, whose positions come as vectors, row_total(), largest_row(),
 //           smallest_row() and all(those)
-//   Block   index; each(count, f) with lanes: sum(count, f), merge(moments or maxima, count), write(p, x)
-// and on a GPU of(p, i), a small array's value of a channel or, channels last, of neighbours, as a plane and
-// a point then have in the place of c; of a point largest_channel(), smallest_channel(), channel_zero() and
-// channel_total() to begin with, and all(of those): what lanes that share channels, or by largest_axis(),
-// smallest_axis() and axis_total() a window that is a whole axis, have made of them together; of a block,
-// each_channel(C, f), of those that are its share; of a point, turned(p) and write_turned(p, x), of the array
-// that may lie channels last alone, write_operand(p, x), of what is convolved next, mostly that array, too;
-// of a plane rest(pool, fine, f), of positions in no window.
+//   Block   index; each(count, f) with lanes: sum(count, f), merge(sums, moments or maxima, count),
+//           write(p, x)
+// and on a GPU merge(sums or moments, count, samples, pitch), of parts of all samples at once; of(p, i), a
+// small array's value of a channel or, channels last, of neighbours, as a plane and a point then have in the
+// place of c; of a point largest_channel(), smallest_channel(), channel_zero() and channel_total() to begin
+// with, and all(of those): what lanes that share channels, or by largest_axis(), smallest_axis() and
+// axis_total() a window that is a whole axis, have made of them together; of a block, each_channel(C, f), of
+// those that are its share; of a point, turned(p) and write_turned(p, x), of the array that may lie channels
+// last alone, write_operand(p, x), of what is convolved next, mostly that array, too; of a plane rest(pool,
+// fine, f), of positions in no window.
 #pragma once
 #include "core/numerics.h"
 #include "core/philox.h"

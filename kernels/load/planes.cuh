@@ -12,22 +12,24 @@
 
 namespace load {
 
-// A thread's share of a plane; see LastPlane of kAtOnce.
-template <bool kScalar, int kAtOnce, Order order> class Plane {
+// A thread's share of a plane, or of a part of it, of which `sharing` neighbours have some each: a block, or
+// a few lanes of a warp, where kSeveral is true and a block has several; behind the last one there may be
+// some with none. See LastPlane of kAtOnce.
+template <bool kScalar, int kAtOnce, bool kSeveral, Order order> class Plane {
  public:
   const int64_t n, c;
-  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts)
-      : n(block<order>() / parts / unsigned(extent.C)), c(block<order>() / parts % unsigned(extent.C)),
-        extent_(extent), values_(values), plane_(block<order>() / parts), part_(block<order>() % parts),
-        parts_(parts) {}
+  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, unsigned sharing)
+      : Plane(extent, values, parts, kSeveral ? sharing : blockDim.x,
+              kSeveral ? block<order>() * (blockDim.x / sharing) + threadIdx.x / sharing : block<order>(),
+              unsigned(extent.N * extent.C) * parts) {}
 
   template <class F> __device__ __forceinline__ void each(const F& f) {
-    const int S = extent_.positions();
-    const int first = int(part_ * blockDim.x + threadIdx.x), step = int(parts_ * blockDim.x);
+    const int S = exists_ ? extent_.positions() : 0;
+    const int first = this->first(), step = this->step();
     if constexpr (kScalar) {
       for (int i = first; i < S; i += step) f(point<1>(i));
     } else {
-      const int before = int(int64_t(plane_) * S % kPack),
+      const int before = int(int64_t(number_ / parts_) * S % kPack),
                 stride = step * kPack;  // before: of the plane's first pack
       const auto some = [&](int i) {
         if (i >= 0 && i + kPack <= S) {
@@ -50,10 +52,9 @@ template <bool kScalar, int kAtOnce, Order order> class Plane {
   template <class P, class F> __device__ __forceinline__ void rest(P, const Extent& fine, const F& f) const {
     static_assert(P::kApart);
     const int D = extent_.D * P::depth(fine), H = extent_.H * P::height(fine), W = extent_.W * P::width(fine);
-    const int right = fine.W - W, below = (fine.H - H) * fine.W,
-              first = int(part_ * blockDim.x + threadIdx.x);
+    const int right = fine.W - W, below = (fine.H - H) * fine.W;
     const auto each_of = [&](int count, const auto& position) {
-      for (int i = first; i < count; i += int(parts_ * blockDim.x))
+      for (int i = exists_ ? first() : count; i < count; i += step())
         f(Point<1>{fine, values_, n, c, extent_.C, position(i), 0, true});
     };
     each_of(D * H * right,
@@ -67,26 +68,39 @@ template <bool kScalar, int kAtOnce, Order order> class Plane {
   __device__ __forceinline__ LargestOf<false> largest_value() const { return {}; }
   __device__ __forceinline__ LargestOf<true> pool_largest() const { return {}; }
   // One of a plane's `parts` values.
-  __device__ void reduce(double* out, Sum& sum) const {
-    const double value = block_sum(sum.value());
-    if (threadIdx.x == 0) out[block<order>()] = value;
-  }
+  __device__ void reduce(double* out, Sum& sum) const { put(out, sum_of(sum.value(), sharing_)); }
   __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
-    const Moments<double> value = block_moments(sums);
-    if (threadIdx.x == 0) out[block<order>()] = value;
+    put(out, moments_of(sums, sharing_));
   }
   template <bool kPool> __device__ void reduce(Largest<kPool>* out, const LargestOf<kPool>& own) const {
-    const Largest<kPool> value = block_largest(own.value());
-    if (threadIdx.x == 0) out[block<order>()] = value;
+    put(out, largest_of(own.value(), sharing_));
   }
 
  private:
+  // number: of `all` parts of planes.
+  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, unsigned sharing,
+                   unsigned number, unsigned all)
+      : Plane(extent, values, parts, sharing, kSeveral ? min(number, all - 1) : number,
+              !kSeveral || number < all) {}
+  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, unsigned sharing,
+                   unsigned number, bool exists)
+      : n(number / parts / unsigned(extent.C)), c(number / parts % unsigned(extent.C)), extent_(extent),
+        values_(values), number_(number), parts_(parts), sharing_(int(sharing)), exists_(exists) {}
   template <int K> __device__ __forceinline__ Point<K> point(int position) const {
     return {extent_, values_, n, c, extent_.C, position, 0, true};
   }
+  __device__ __forceinline__ int first() const {
+    return int(number_ % parts_) * sharing_ + int(threadIdx.x) % sharing_;
+  }
+  __device__ __forceinline__ int step() const { return int(parts_) * sharing_; }
+  template <class T> __device__ __forceinline__ void put(T* out, const T& value) const {
+    if (threadIdx.x % sharing_ == 0 && exists_) out[number_] = value;
+  }
   const Extent& extent_;
   const value_t* values_;
-  const unsigned plane_, part_, parts_;
+  const unsigned number_, parts_;
+  const int sharing_;
+  const bool exists_;
 };
 
 template <class Pass, class = void> constexpr bool is_scalar = false;
@@ -113,6 +127,16 @@ template <Order order> struct Parts {
 inline Parts<Order::kUp> up(int64_t count) { return {count}; }
 inline Parts<Order::kDown> down(int64_t count) { return {count}; }
 
+// How many threads have so many packs of a plane together: a block; or, where there may be several planes in
+// one, and they are many and small, a few lanes, which have at most `most` each: none waits for others.
+constexpr int64_t kFillingThreads = 1 << 17;
+inline unsigned sharing_plane(int64_t packs, int64_t planes, bool several, int64_t most) {
+  int64_t sharing = 8;
+  while (packs > sharing * most || (packs > sharing && planes * sharing < kFillingThreads)) sharing *= 2;
+  return unsigned(several && sharing <= 32 ? sharing
+                                           : std::min<int64_t>((packs + 31) / 32 * 32, kPlaneThreads));
+}
+
 // values: the convolution's, or null. A part has at most 2³¹ positions. K: channels a lane, or 1 where there
 // is no multiple of K.
 template <int K, class Pass, Order order>
@@ -136,13 +160,17 @@ void planes(const Pass& pass, const Extent& extent, const value_t* values, Parts
   if constexpr (kLast) {
     in_last_planes<Last<Pass>::channels>(pass, extent, values, parts, stream);
   } else {
-    using ThePlane = Plane<is_scalar<Pass>, only_reads<Pass> ? 2 : 1, order>;
-    const int64_t S = extent.positions(), blocks = extent.N * extent.C * parts.count;
-    if (!blocks || !S) return;
+    constexpr bool kSeveral =
+        !Last<Pass>::is_long;  // else all of a plane in registers of its own would spill
+    using ThePlane = Plane<is_scalar<Pass>, only_reads<Pass> ? 2 : 1, kSeveral, order>;
+    const int64_t S = extent.positions(), planes = extent.N * extent.C * parts.count;
+    if (!planes || !S) return;
     const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts.count + 1;
-    const unsigned threads = packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
-    launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass>, blocks, threads, stream, pass, extent, values,
-                 unsigned(parts.count));
+    const unsigned sharing = sharing_plane(packs, planes, kSeveral, only_reads<Pass> ? 16 : 8),
+                   threads = kSeveral && sharing <= 32 ? kPlaneThreads : sharing;
+    launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass, unsigned>,
+                 (planes * sharing + threads - 1) / threads, threads, stream, pass, extent, values,
+                 unsigned(parts.count), sharing);
   }
 }
 

@@ -11,16 +11,17 @@ namespace load {
 constexpr int kMostWarps = 8;  // of a block
 
 // Of some neighbouring lanes, a power of two, valid in the first.
-template <int kLanes> __device__ inline double of_lanes(double value) {
-  for (int offset = kLanes / 2; offset; offset /= 2) value += __shfl_down_sync(~0u, value, offset);
+__device__ __forceinline__ double of_lanes(double value, int lanes) {
+  for (int offset = lanes / 2; offset; offset /= 2) value += __shfl_down_sync(~0u, value, offset);
   return value;
 }
-__device__ inline double warp_sum(double value) { return of_lanes<32>(value); }
 
-// Valid in thread 0. Ends with a barrier, so it may be called again.
-__device__ inline double block_sum(double value) {
+// Of `sharing` neighbouring threads, which are such lanes, or the block. Valid in the first. A block's ends
+// with a barrier, so it may be called again.
+__device__ inline double sum_of(double value, int sharing) {
+  if (sharing <= 32) return of_lanes(value, sharing);
   __shared__ double partial[kMostWarps];
-  value = warp_sum(value);
+  value = of_lanes(value, 32);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();  // every warp's sum is there
   if (threadIdx.x == 0)
@@ -76,12 +77,12 @@ struct ShiftedSums {
 
 // … of which the first has seen a value if any has: all sums are shifted by its shift, then added. So there
 // are no divisions but the last.
-template <int kLanes> __device__ inline Moments<double> of_lanes(const ShiftedSums& own) {
-  const int first = int(threadIdx.x) % 32 / kLanes * kLanes;
+__device__ __forceinline__ Moments<double> of_lanes(const ShiftedSums& own, int lanes) {
+  const int first = int(threadIdx.x) % 32 / lanes * lanes;
   const double shift = __shfl_sync(~0u, own.shift, first), d = own.count == 0 ? 0 : own.shift - shift;
   double count = own.count, sum = own.sum + count * d,
          square = own.square + d * (2 * double(own.sum) + count * d);
-  for (int offset = kLanes / 2; offset; offset /= 2) {
+  for (int offset = lanes / 2; offset; offset /= 2) {
     count += __shfl_down_sync(~0u, count, offset);
     sum += __shfl_down_sync(~0u, sum, offset);
     square += __shfl_down_sync(~0u, square, offset);
@@ -89,10 +90,11 @@ template <int kLanes> __device__ inline Moments<double> of_lanes(const ShiftedSu
   return Moments<double>::from_shifted(count, shift, sum, square);
 }
 
-// Valid in thread 0; a warp's, then warp by warp.
-__device__ inline Moments<double> block_moments(const ShiftedSums& own) {
+// As sum_of; a warp's, then warp by warp.
+__device__ inline Moments<double> moments_of(const ShiftedSums& own, int sharing) {
+  if (sharing <= 32) return of_lanes(own, sharing);
   __shared__ Moments<double> partial[kMostWarps];
-  Moments<double> moments = of_lanes<32>(own);
+  Moments<double> moments = of_lanes(own, 32);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = moments;
   __syncthreads();  // every warp's moments are there
   if (threadIdx.x == 0)
@@ -117,15 +119,16 @@ template <bool kPool> struct LargestOf {
 template <bool kPool> __device__ inline Largest<kPool> of_lane_behind(const Largest<kPool>& a, int offset) {
   return {__shfl_down_sync(~0u, a.most, offset), __shfl_down_sync(~0u, int(a.place), offset)};
 }
-template <int kLanes, bool kPool> __device__ inline Largest<kPool> of_lanes(Largest<kPool> own) {
-  for (int offset = kLanes / 2; offset; offset /= 2) own.merge(of_lane_behind(own, offset));
+template <bool kPool> __device__ __forceinline__ Largest<kPool> of_lanes(Largest<kPool> own, int lanes) {
+  for (int offset = lanes / 2; offset; offset /= 2) own.merge(of_lane_behind(own, offset));
   return own;
 }
-// Valid in thread 0; as block_sum.
-template <bool kPool> __device__ inline Largest<kPool> block_largest(Largest<kPool> own) {
+// As sum_of.
+template <bool kPool> __device__ inline Largest<kPool> largest_of(Largest<kPool> own, int sharing) {
+  if (sharing <= 32) return of_lanes(own, sharing);
   __shared__ double most[kMostWarps];
   __shared__ int place[kMostWarps];
-  own = of_lanes<32>(own);
+  own = of_lanes(own, 32);
   if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = own.most, place[threadIdx.x / 32] = int(own.place);
   __syncthreads();  // every warp's is there
   if (threadIdx.x == 0)

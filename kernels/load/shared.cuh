@@ -115,16 +115,16 @@ template <Order order> class SharedPoints {
   __device__ __forceinline__ Once<LargestOf<true>> pool_largest() const { return {counts_, {}}; }
   // One of a plane's `parts` values.
   __device__ void reduce(double* out, Once<Sum>& sum) const {
-    const double value = block_sum(sum.own.value());
+    const double value = sum_of(sum.own.value(), kPlaneThreads);
     if (threadIdx.x == 0) out[block<order>()] = value;
   }
   __device__ void reduce(Moments<double>* out, const Once<ShiftedSums>& sums) const {
-    const Moments<double> value = block_moments(sums.own);
+    const Moments<double> value = moments_of(sums.own, kPlaneThreads);
     if (threadIdx.x == 0) out[block<order>()] = value;
   }
   template <bool kPool>
   __device__ void reduce(Largest<kPool>* out, const Once<LargestOf<kPool>>& found) const {
-    const Largest<kPool> value = block_largest(found.own.value());
+    const Largest<kPool> value = largest_of(found.own.value(), kPlaneThreads);
     if (threadIdx.x == 0) out[block<order>()] = value;
   }
 

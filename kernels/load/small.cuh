@@ -1,5 +1,5 @@
-// A pass over small values: by sample, by channel or one for all, a block each. Values of one loop are a few
-// lanes' each, and written to memory; the next loop may read them.
+// A pass over small values: by sample, by channel or one for all, a block each, or a warp. Values of one loop
+// are a few lanes' each, and written to memory; the next loop may read them.
 #pragma once
 #include "core/launch.cuh"
 #include "load/extreme.cuh"
@@ -8,10 +8,12 @@
 namespace load {
 
 constexpr int kSmallThreads = 768, kValueLanes = 8;  // so many leave 80 registers a thread
+constexpr int kSmallAtOnce = 1 << 16;                // threads that a GPU runs at once, of such
 
-// Those of a value: kValueLanes, or where a block has one value alone, a warp. Of a warp all have some value
-// to compute, and those that are not `active` write none. What takes time is to wait for memory, and to
-// divide: a lane reads four terms at once, and divides once.
+// Those of a value: up to kValueLanes, so that a block's loop has one turn if it can; or where a block has
+// one value alone, a warp. Of a warp all have some value to compute, and those that are not `active` write
+// none. What takes time is to wait for memory, and to divide: a lane reads four terms at once, and divides
+// once.
 struct ValueLanes {
   const bool active;
   const int width;
@@ -26,11 +28,16 @@ struct ValueLanes {
     for (; i < count; i += width) value += f(i);
     return of_all(value);
   }
-  __device__ double merge(const double* of, int64_t count) const {
-    return sum(count, [&](int64_t i) { return of[i]; });
+  // Of `count` parts, or of so many of each of some samples, `pitch` apart.
+  __device__ double merge(const double* of, int64_t count, int64_t samples = 1, int64_t pitch = 0) const {
+    const Parts<double> parts{of, unsigned(count), samples > 1, pitch};
+    return sum(count * samples, [&](int64_t i) { return parts[i]; });
   }
   // All about the first's mean, see Moments::from_shifted.
-  __device__ Moments<double> merge(const Moments<double>* of, int64_t count) const {
+  __device__ Moments<double> merge(const Moments<double>* first, int64_t count, int64_t samples = 1,
+                                   int64_t pitch = 0) const {
+    const Parts<Moments<double>> of{first, unsigned(count), samples > 1, pitch};
+    count *= samples;
     const double shift = of[0].mean;
     double all = 0, total = 0, square = 0;
     const auto take = [&](int64_t i, const Moments<double>& part) {
@@ -65,6 +72,17 @@ struct ValueLanes {
   }
 
  private:
+  template <class T> struct Parts {
+    const T* first;
+    unsigned count;
+    bool several;
+    int64_t pitch;
+    __device__ __forceinline__ const T& operator[](int64_t i) const {
+      if (!several) return first[i];
+      const unsigned sample = unsigned(i) / count;
+      return first[sample * pitch + (unsigned(i) - sample * count)];
+    }
+  };
   __device__ __forceinline__ double of_all(double value) const {
     for (int distance = 1; distance < width; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
     return value;
@@ -76,42 +94,53 @@ struct ValueLanes {
   }
 };
 
-// slices: blocks that share a sample's channels, each some neighbours, of whole groups.
+// Some threads, `sharing` of a block, all or a warp. slices: of them that share a sample's channels, each
+// some neighbours, of whole groups.
 struct Block {
-  const unsigned slices;
-  const int64_t index = blockIdx.x / slices;
+  const unsigned slices, sharing;
+  const unsigned number = blockIdx.x * (blockDim.x / sharing) + threadIdx.x / sharing;
+  const int64_t index = number / slices;
   template <class F> __device__ __forceinline__ void each(int64_t count, const F& f) const {
     between(0, count, f);
   }
   template <class F> __device__ __forceinline__ void each_channel(int64_t C, const F& f) const {
-    const unsigned slice = blockIdx.x % slices;
+    const unsigned slice = number % slices;
     between(C * slice / slices, C * (slice + 1) / slices, f);
   }
 
  private:
   template <class F> __device__ __forceinline__ void between(int64_t first, int64_t end, const F& f) const {
-    const int width = end - first == 1 ? 32 : kValueLanes, of_warp = 32 / width;
-    for (int64_t i = first + threadIdx.x / 32 * of_warp; i < end; i += blockDim.x / width) {
+    int width = end - first == 1 ? 32 : kValueLanes;
+    while (width > 1 && end - first > 1 && (end - first) * width > sharing) width /= 2;
+    const int of_warp = 32 / width;
+    for (int64_t i = first + threadIdx.x % sharing / 32 * of_warp; i < end; i += sharing / width) {
       const int64_t own = i + threadIdx.x % 32 / width;
       f(own < end ? own : end - 1, ValueLanes{own < end, width});
     }
-    __syncthreads();  // what was written may be read
+    if (sharing == 32) __syncwarp();
+    else __syncthreads();  // what was written may be read
   }
 };
 
 template <class Pass>
-__global__ void __launch_bounds__(kSmallThreads, 1) small_kernel(const Pass pass, unsigned slices) {
+__global__ void __launch_bounds__(kSmallThreads, 1)
+    small_kernel(const Pass pass, unsigned slices, unsigned sharing, unsigned all) {
   await_previous_kernel();
-  pass(Block{slices});
+  const Block block{slices, sharing};
+  if (block.number < all) pass(block);
 }
 
 // most: slices, which may be halved.
 template <class Pass>
 void small(const Pass& pass, int64_t blocks, cudaStream_t stream, int64_t C = 0, unsigned most = 1) {
   while (most > 1 && C < 16 * int64_t(most)) most = most % 2 ? 1 : most / 2;
-  const unsigned all = unsigned(blocks) * most,
-                 threads = all > 128 ? 256 : kSmallThreads;  // of many, some share a multiprocessor
-  if (blocks) launch_early(small_kernel<Pass>, all, threads, stream, pass, most);
+  const unsigned all = unsigned(blocks) * most;
+  unsigned sharing = all > 128 ? 256 : kSmallThreads;  // of many, some share a multiprocessor
+  while (sharing > 32 && all > 128 && all * sharing > kSmallAtOnce) sharing /= 2;
+  const unsigned threads = sharing > 32 ? sharing : 256;  // of a block
+  if (blocks)
+    launch_early(small_kernel<Pass>, blocks_for(int64_t(all) * sharing, threads), threads, stream, pass, most,
+                 sharing, all);
 }
 
 // Of many parts of a plane, which blocks made, the sum, the moments or the maximum: out (planes), of (planes,

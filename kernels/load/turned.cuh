@@ -183,15 +183,15 @@ template <Tiled tiled, int kAtOnce> class TurnedPlane {
   __device__ __forceinline__ LargestOf<false> largest_value() const { return {}; }
   __device__ __forceinline__ LargestOf<true> pool_largest() const { return {}; }
   __device__ void reduce(double* out, Sum& sum) const {
-    const double value = of_lanes<kLanes>(sum.value());
+    const double value = of_lanes(sum.value(), kLanes);
     if (threadIdx.x % kLanes == 0) put(out[place()], value);
   }
   __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
-    const Moments<double> value = of_lanes<kLanes>(sums);
+    const Moments<double> value = of_lanes(sums, kLanes);
     if (threadIdx.x % kLanes == 0) put(out[place()], value);
   }
   template <bool kPool> __device__ void reduce(Largest<kPool>* out, const LargestOf<kPool>& own) const {
-    const Largest<kPool> value = of_lanes<kLanes>(own.value());
+    const Largest<kPool> value = of_lanes(own.value(), kLanes);
     if (threadIdx.x % kLanes == 0) put(out[place()], value);
   }
 
