@@ -220,6 +220,7 @@ FAULTS = [
     Fault("kernels/load/shared.cuh", "const bool active = i + own < S;", "const bool active = true;", "test_engine_layouts.py -k channels_are_reduced"),
     Fault("kernels/load/extreme.cuh", "(further || (alike && before))", "further", "test_engine_layouts.py -k ties_and_nan"),
     Fault("kernels/load/small.cuh", "take(i + j * width, parts[j])", "take(i, parts[j])", "test_engine_layouts.py -k some_parts"),
+    Fault("kernels/load/turned.cuh", "run[(r + i) * columns + c]", "run[(r + i) * columns]", "test_engine_layouts.py -k whole_arrays"),
     Fault("kernels/load/turned.cuh", "c % width * across", "c % width", "test_engine_layouts.py -k strides_meet"),
     Fault("kernels/load/small.cuh", "if (lanes.lane == 0) out[plane] = all;", "if (lanes.lane == 0) out[plane] = of[plane * parts];", "test_engine_layouts.py -k many_parts"),
     Fault("kernels/load/points.cuh", "if (++count_ % kFew == 0) all_ += few_, few_ = T{};", "", "test_engine_axes.py -k 'many_terms and cuda'"),

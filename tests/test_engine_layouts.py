@@ -633,6 +633,9 @@ def test_whole_arrays_are_turned(dtype, folder, guarded):  # noqa: F811
         (1, 4500, 2),
         (1, 264, 72),
         (2, 40, 136),
+        (3, 520, 9),
+        (1, 1040, 25),
+        (2, 8, 3),
         (0, 3, 4),
         (2, 0, 4),
     ]:

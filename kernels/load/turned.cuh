@@ -301,8 +301,10 @@ void planes_of_dy(const Pass& pass, const Extent& extent, const value_t* v, cons
 
 // A tile has at most kWords words, each with kPair neighbouring columns: whole rows or whole columns where
 // these are short, else at most kWide words by kTall rows. A thread has a few jobs: kVector neighbours of a
-// row or a column, or one where they don't fit. kRoom: with a word behind each row.
-constexpr int kWide = 64, kTall = kWide * kPair, kWords = kWide * kWide, kRoom = kWords + kTall;
+// row or a column, or one where they don't fit. kRoom: with a word behind each row. Of up to kFewColumns, as
+// filters have, a tile's rows are one run of memory, which is read as it lies.
+constexpr int kWide = 64, kTall = kWide * kPair, kWords = kWide * kWide, kRoom = kWords + kTall,
+              kFewColumns = 25;
 
 // Of jobs, `size` in a row, the row: job / size, where neither is above 2^15.
 struct Jobs {
@@ -325,8 +327,8 @@ struct Picked {
 // height, width: of a tile; width and pitch in words. Rows and columns are below 2^32.
 struct Turning {
   unsigned rows, columns, row_tiles, column_tiles, height, width, pitch;
-  bool loads_vectors, stores_vectors, by_matrices, aligned;  // aligned: do eights of columns lie so?
-  Jobs loads, stores;                                        // in a row of a tile, and in a column
+  bool loads_vectors, stores_vectors, by_runs, by_matrices, aligned;  // aligned: do eights of columns lie so?
+  Jobs loads, stores;                                                 // in a row of a tile, and in a column
   Picked picked;
 };
 
@@ -358,6 +360,37 @@ struct TurnedTile {
             reinterpret_cast<Part&>(at[r * turning.pitch].at[c * K + i]) =
                 reinterpret_cast<const Part&>(values[k].at[i]);
         });
+  }
+  // The same of a run of memory, a vector of 16 bytes behind the other.
+  __device__ __forceinline__ void load_run(const value_t* from) const {
+    constexpr unsigned kAtOnce = 4;
+    const unsigned count = rows * columns / kRowVector;
+    uint4 values[kAtOnce];
+#pragma unroll 1
+    for (unsigned first = threadIdx.x; first < count; first += kAtOnce * kPlaneThreads) {
+#pragma unroll
+      for (unsigned k = 0; k < kAtOnce; k++)
+        values[k] = reinterpret_cast<const uint4*>(from)[min(first + k * kPlaneThreads, count - 1)];
+#pragma unroll
+      for (unsigned k = 0; k < kAtOnce; k++)
+        if (first + k * kPlaneThreads < count)
+          reinterpret_cast<uint4*>(at)[first + k * kPlaneThreads] = values[k];
+    }
+  }
+  __device__ __forceinline__ void store_run(value_t* to, bool for_tf32) const {
+    const value_t* const run = reinterpret_cast<const value_t*>(at);
+#pragma unroll 4
+    for (unsigned job = threadIdx.x; job < columns * turning.stores.size; job += kPlaneThreads) {
+      const unsigned c = turning.stores.row(job), r = (job - c * turning.stores.size) * kRowVector;
+      if (r >= rows) continue;
+      Memory<value_t, kRowVector> values;
+#pragma unroll
+      for (int i = 0; i < kRowVector; i++) {
+        const value_t value = run[(r + i) * columns + c];
+        values.at[i] = for_tf32 ? nearest_tf32(value) : value;
+      }
+      put(to + uint64_t(c) * turning.rows + r, values);
+    }
   }
   template <int K> __device__ __forceinline__ void store(value_t* to, bool for_tf32) const {
     Memory<value_t, K> values[kStores][kPair];
@@ -445,6 +478,12 @@ __global__ void __launch_bounds__(kPlaneThreads, sizeof(value_t) > 4 ? 3 : 5)
     }
   }
   const TurnedTile tile{turning, reinterpret_cast<TurnedTile::Word*>(shared), rows, columns};
+  if (turning.by_runs) {
+    tile.load_run(from);
+    __syncthreads();  // the tile is complete
+    tile.store_run(to, for_tf32);
+    return;
+  }
   if (turning.loads_vectors) tile.load<kVector>(from, unsigned(column));
   else tile.load<1>(from, unsigned(column));
   __syncthreads();  // the tile is complete
@@ -465,16 +504,21 @@ inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows
   constexpr int kSector = 32 / sizeof(value_t);
   const bool loads_vectors = !picked.width && vectors_fit(source, columns),
              stores_vectors = vectors_fit(out, rows),
-             by_matrices = sizeof(value_t) == 2 && !picked.width && rows % 8 == 0 && uint64_t(out) % 16 == 0;
+             fits = !picked.width && rows % kRowVector == 0 && uint64_t(out) % 16 == 0,
+             by_runs = fits && columns <= kFewColumns && uint64_t(source) % 16 == 0,
+             by_matrices = fits && !by_runs && sizeof(value_t) == 2;
   const int64_t words = (columns + kPair - 1) / kPair;
   const int64_t most = words > kWide ? kWords / std::min<int64_t>(rows, kTall) : kWide;
   const int64_t width = share_of(words, by_matrices ? kMatrixColumns / kPair : most, kSector / kPair),
                 pitch = width | 1;
-  const int64_t height =
-      share_of(rows, by_matrices ? kMatrixRows : std::min(kRoom / pitch, kWords / width), kSector);
+  const int64_t height = share_of(rows,
+                                  by_runs       ? kWords * kPair / columns
+                                  : by_matrices ? kMatrixRows
+                                                : std::min(kRoom / pitch, kWords / width),
+                                  kSector);
   const unsigned row_tiles = blocks_for(rows, int(height)), column_tiles = blocks_for(words, int(width));
   const Jobs loads(width * kPair / (loads_vectors ? kVector : 1)),
-      stores(height / (stores_vectors ? kVector : 1));
+      stores(by_runs ? height / kRowVector : height / (stores_vectors ? kVector : 1));
   const Turning turning{unsigned(rows),
                         unsigned(columns),
                         row_tiles,
@@ -484,6 +528,7 @@ inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows
                         unsigned(pitch),
                         loads_vectors,
                         stores_vectors,
+                        by_runs,
                         by_matrices,
                         columns % 8 == 0 && uint64_t(source) % 16 == 0,
                         loads,
