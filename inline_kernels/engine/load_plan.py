@@ -21,9 +21,11 @@ from .programs import Composed, can_lie_last, composed_of, has_channels, kind_fo
 _FEW_PARTS = 32  # reduce.cuh's kFewParts: more are merged by a launch of their own, which takes 3 µs
 _BLOCKS = 384  # that keep a GPU busy
 _WAVES = 2048  # blocks that leave a GPU no idle end
-_AT_ONCE = 264  # channels last, by channel: blocks that a GPU runs at once; twice as many of those that hold up to _HELD values by channel
-_HELD = 7
-_FIRST, _OF_A_LANE = 2, 8  # what a block reads first, or sums up last, takes as long as so many positions; of sums a lane has as many
+# Channels last, by channel: the blocks that a GPU runs at once; twice as many that sum and hold up to _HELD values by channel, or that write one
+# point after the other, which others read _TOGETHER. As long as so many positions take what a block reads first or sums up last (of sums a lane
+# has as many), and a wait for memory.
+_AT_ONCE, _HELD, _TOGETHER = 264, 7, 4
+_FIRST, _OF_A_LANE, _OF_A_WAIT = 2, 8, 2.2
 
 
 @dataclass
@@ -182,12 +184,15 @@ def parts_of(plan: Plan, program: Program, number: int) -> int:
         planes = plan.sizes.N * side_by_side
         if sums and each.by_sample:
             return _few(_shares(-(-most // _OF_A_LANE), planes, _WAVES), planes)
+        text = program.texts[number]
         if sums:
-            at_once = _AT_ONCE if program.texts[number].held_by_channel > _HELD else 2 * _AT_ONCE
-            return _few(_in_few_turns(most, planes, at_once, _OF_A_LANE, -(-most // _OF_A_LANE)), planes)
+            at_once = _AT_ONCE if text.held_by_channel > _HELD else 2 * _AT_ONCE
+            parts = _in_few_turns(most, planes, at_once, _TOGETHER, _OF_A_LANE, -(-most // _OF_A_LANE))
+            return _few(parts, planes)
         if each.by_sample:
             return max(_shares(most, planes, _WAVES), most // 4)
-        return _in_few_turns(most, planes, _AT_ONCE, _FIRST, most)
+        at_once, reads = (2 * _AT_ONCE, 1) if text.is_much else (_AT_ONCE, _TOGETHER)
+        return _in_few_turns(most, planes, at_once, reads, _FIRST, most)
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
         side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
@@ -237,12 +242,15 @@ def _shares(most: int, planes: int, blocks: int) -> int:
     return max(1, min(most, -(-blocks // planes)))
 
 
-def _in_few_turns(positions: int, planes: int, at_once: int, besides: int, most: int) -> int:
+def _in_few_turns(positions: int, planes: int, at_once: int, reads: int, besides: int, most: int) -> int:
     """Parts of a plane, `most` of them, so that the turns in which a GPU runs all blocks, so many at once, are few and short: a turn takes as long
-    as the positions of a lane, which are so many if there is one part, and what a block does besides."""
+    as the positions of a lane, which are so many if there is one part, or as what it waits for, some that it `reads` together, and then one by
+    one; and what a block does besides."""
 
-    def taken(parts: int) -> float:
-        return -(-planes * parts // at_once) * (positions / parts + besides)
+    def taken(parts: int) -> tuple[float, int]:
+        fewest, own = positions // parts, -(-positions // parts)
+        waits = max(some // reads + some % reads for some in (fewest, own))
+        return -(-planes * parts // at_once) * (max(own, _OF_A_WAIT * waits) + besides), -parts
 
     return min(range(1, min(most, 1 + 4 * at_once // planes) + 1), key=taken)
 

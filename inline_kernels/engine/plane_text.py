@@ -18,6 +18,7 @@ from .passes import FEW, Array, Key, Planes, Program, Unsupported, is_static, ov
 from .scalars import instructions
 
 MUCH = 5  # instructions: an exponential's; to store a value and to load it again takes less
+_MUCH_AT_ONCE, _OF_A_SUM = 24, 8  # instructions: kernels/load/last.cuh's kMostAtOnce and kOfASum
 LIGHT = 16  # … of a walk over channels: more take longer than memory does (trials/axes.json)
 _EXTREME = re.compile(r"auto (?:own_)?(best\d+) = \w+\.(?:largest|smallest)(?:_row)?\(\);$")
 
@@ -41,7 +42,8 @@ class PlaneText(PassText):
         self.of_rows: Scope | None = None  # the last walk over those
         self.axis = ""  # the level whose windows are whole axes, if a GPU's lanes share them, and how many terms those have, which is found out here
         self.terms = ""
-        self.held_by_channel = 0  # values, in a GPU's registers (kernels/load/last.cuh)
+        self.held_by_channel = 0  # values, in a GPU's registers; and is a point too much to have several at once? (kernels/load/last.cuh)
+        self.is_much = True
         self.walks = 0  # over a point's channels, or its windows that are whole axes
         self.loops: list[Scope] = []  # over channels at a point of the pass
         self.held: list[Node] = []  # of what these compute, what later ones read again
@@ -159,9 +161,9 @@ class PlaneText(PassText):
             constants.append(f"bool kSingle = {single}, kWrites = {writes}")
             held = sum(node.space.c for node in plane.known)  # small values by channel
             self.held_by_channel = held + 3 * len(totals)
-            constants.append(
-                f"int kHeld = {held}, kSums = {len(totals)}, kInstructions = {instructions(point.known)}"
-            )
+            takes = instructions(point.known)
+            self.is_much = takes + _OF_A_SUM * len(totals) > _MUCH_AT_ONCE
+            constants.append(f"int kHeld = {held}, kSums = {len(totals)}, kInstructions = {takes}")
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends], constants)
 
     def _writing(self, array: Array, turned: bool) -> str:

@@ -12,16 +12,31 @@
 
 namespace load {
 
-// A thread's share of a plane, or of a part of it, of which `sharing` neighbours have some each: a block, or
-// a few lanes of a warp, where kSeveral is true and a block has several; behind the last one there may be
-// some with none. See LastPlane of kAtOnce.
+// Which part of which plane is a thread's, in which place among those that share it, how many they are: a
+// block; or, if a block has 2^several parts, a few lanes of a warp.
+constexpr int kPlaneBits = 8;
+static_assert(kPlaneThreads == 1 << kPlaneBits);
+struct Share {
+  unsigned number;
+  int place, threads;
+  template <Order order> static __device__ __forceinline__ Share of_block() {
+    return {block<order>(), int(threadIdx.x), int(blockDim.x)};
+  }
+  template <Order order> static __device__ __forceinline__ Share of_lanes(unsigned several) {
+    if (several == 0) return of_block<order>();
+    const int bits = kPlaneBits - int(several);
+    return {(block<order>() << several) + (threadIdx.x >> bits), int(threadIdx.x & ((1u << bits) - 1)),
+            1 << bits};
+  }
+};
+
+// A thread's share of a plane; see LastPlane of kAtOnce. kSeveral: may a block have several? Behind the last
+// one there may then be some that don't exist.
 template <bool kScalar, int kAtOnce, bool kSeveral, Order order> class Plane {
  public:
   const int64_t n, c;
-  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, unsigned sharing)
-      : Plane(extent, values, parts, kSeveral ? sharing : blockDim.x,
-              kSeveral ? block<order>() * (blockDim.x / sharing) + threadIdx.x / sharing : block<order>(),
-              unsigned(extent.N * extent.C) * parts) {}
+  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, unsigned several)
+      : Plane(extent, values, parts, kSeveral ? Share::of_lanes<order>(several) : Share::of_block<order>()) {}
 
   template <class F> __device__ __forceinline__ void each(const F& f) {
     const int S = exists_ ? extent_.positions() : 0;
@@ -29,7 +44,7 @@ template <bool kScalar, int kAtOnce, bool kSeveral, Order order> class Plane {
     if constexpr (kScalar) {
       for (int i = first; i < S; i += step) f(point<1>(i));
     } else {
-      const int before = int(int64_t(number_ / parts_) * S % kPack),
+      const int before = int(int64_t(share_.number / parts_) * S % kPack),
                 stride = step * kPack;  // before: of the plane's first pack
       const auto some = [&](int i) {
         if (i >= 0 && i + kPack <= S) {
@@ -68,38 +83,39 @@ template <bool kScalar, int kAtOnce, bool kSeveral, Order order> class Plane {
   __device__ __forceinline__ LargestOf<false> largest_value() const { return {}; }
   __device__ __forceinline__ LargestOf<true> pool_largest() const { return {}; }
   // One of a plane's `parts` values.
-  __device__ void reduce(double* out, Sum& sum) const { put(out, sum_of(sum.value(), sharing_)); }
+  __device__ void reduce(double* out, Sum& sum) const { put(out, sum_of(sum.value(), share_.threads)); }
   __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
-    put(out, moments_of(sums, sharing_));
+    put(out, moments_of(sums, share_.threads));
   }
   template <bool kPool> __device__ void reduce(Largest<kPool>* out, const LargestOf<kPool>& own) const {
-    put(out, largest_of(own.value(), sharing_));
+    put(out, largest_of(own.value(), share_.threads));
   }
 
  private:
-  // number: of `all` parts of planes.
-  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, unsigned sharing,
-                   unsigned number, unsigned all)
-      : Plane(extent, values, parts, sharing, kSeveral ? min(number, all - 1) : number,
-              !kSeveral || number < all) {}
-  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, unsigned sharing,
-                   unsigned number, bool exists)
-      : n(number / parts / unsigned(extent.C)), c(number / parts % unsigned(extent.C)), extent_(extent),
-        values_(values), number_(number), parts_(parts), sharing_(int(sharing)), exists_(exists) {}
+  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, const Share& share)
+      : Plane(extent, values, parts, share, unsigned(extent.N * extent.C) * parts) {}
+  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, const Share& share,
+                   unsigned all)
+      : n(existing(share, all) / parts / unsigned(extent.C)),
+        c(existing(share, all) / parts % unsigned(extent.C)), extent_(extent), values_(values), share_(share),
+        parts_(parts), exists_(!kSeveral || share.number < all) {}
+  static __device__ __forceinline__ unsigned existing(const Share& share, unsigned all) {
+    return kSeveral ? min(share.number, all - 1) : share.number;
+  }
   template <int K> __device__ __forceinline__ Point<K> point(int position) const {
     return {extent_, values_, n, c, extent_.C, position, 0, true};
   }
   __device__ __forceinline__ int first() const {
-    return int(number_ % parts_) * sharing_ + int(threadIdx.x) % sharing_;
+    return int(share_.number % parts_) * share_.threads + share_.place;
   }
-  __device__ __forceinline__ int step() const { return int(parts_) * sharing_; }
+  __device__ __forceinline__ int step() const { return int(parts_) * share_.threads; }
   template <class T> __device__ __forceinline__ void put(T* out, const T& value) const {
-    if (threadIdx.x % sharing_ == 0 && exists_) out[number_] = value;
+    if (share_.place == 0 && exists_) out[share_.number] = value;
   }
   const Extent& extent_;
   const value_t* values_;
-  const unsigned number_, parts_;
-  const int sharing_;
+  const Share share_;
+  const unsigned parts_;
   const bool exists_;
 };
 
@@ -127,14 +143,16 @@ template <Order order> struct Parts {
 inline Parts<Order::kUp> up(int64_t count) { return {count}; }
 inline Parts<Order::kDown> down(int64_t count) { return {count}; }
 
-// How many threads have so many packs of a plane together: a block; or, where there may be several planes in
-// one, and they are many and small, a few lanes, which have at most `most` each: none waits for others.
+// How many planes of so many packs a block has, as a power of two: one; or, where they are many and small, so
+// that a few lanes have each, and a lane at most `most` packs. None waits for others then.
 constexpr int64_t kFillingThreads = 1 << 17;
-inline unsigned sharing_plane(int64_t packs, int64_t planes, bool several, int64_t most) {
-  int64_t sharing = 8;
-  while (packs > sharing * most || (packs > sharing && planes * sharing < kFillingThreads)) sharing *= 2;
-  return unsigned(several && sharing <= 32 ? sharing
-                                           : std::min<int64_t>((packs + 31) / 32 * 32, kPlaneThreads));
+inline unsigned several_of_block(int64_t packs, int64_t planes, int64_t most) {
+  int bits = 3;
+  const auto too_few = [&](int64_t lanes) {
+    return packs > lanes * most || (packs > lanes && planes * lanes < kFillingThreads);
+  };
+  while (too_few(int64_t(1) << bits)) bits++;
+  return bits <= 5 ? kPlaneBits - bits : 0;
 }
 
 // values: the convolution's, or null. A part has at most 2³¹ positions. K: channels a lane, or 1 where there
@@ -166,11 +184,11 @@ void planes(const Pass& pass, const Extent& extent, const value_t* values, Parts
     const int64_t S = extent.positions(), planes = extent.N * extent.C * parts.count;
     if (!planes || !S) return;
     const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts.count + 1;
-    const unsigned sharing = sharing_plane(packs, planes, kSeveral, only_reads<Pass> ? 16 : 8),
-                   threads = kSeveral && sharing <= 32 ? kPlaneThreads : sharing;
+    const unsigned several = kSeveral ? several_of_block(packs, planes, only_reads<Pass> ? 16 : 8) : 0,
+                   threads = several || packs >= kPlaneThreads ? kPlaneThreads : (packs + 31) / 32 * 32;
     launch_early(planes_kernel<kPlaneBlocks, ThePlane, Pass, unsigned>,
-                 (planes * sharing + threads - 1) / threads, threads, stream, pass, extent, values,
-                 unsigned(parts.count), sharing);
+                 (planes + (1 << several) - 1) >> several, threads, stream, pass, extent, values,
+                 unsigned(parts.count), several);
   }
 }
 

@@ -9,6 +9,7 @@ namespace load {
 
 constexpr int kSmallThreads = 768, kValueLanes = 8;  // so many leave 80 registers a thread
 constexpr int kSmallAtOnce = 1 << 16;                // threads that a GPU runs at once, of such
+constexpr int kWarpsOfSmall = 8;                     // of a block, where each has an index of its own
 
 // Those of a value: up to kValueLanes, so that a block's loop has one turn if it can; or where a block has
 // one value alone, a warp. Of a warp all have some value to compute, and those that are not `active` write
@@ -94,11 +95,12 @@ struct ValueLanes {
   }
 };
 
-// Some threads, `sharing` of a block, all or a warp. slices: of them that share a sample's channels, each
-// some neighbours, of whole groups.
+// A block's threads, or, by_warp, a warp's. slices: of such that share a sample's channels, each some
+// neighbours, of whole groups.
 struct Block {
-  const unsigned slices, sharing;
-  const unsigned number = blockIdx.x * (blockDim.x / sharing) + threadIdx.x / sharing;
+  const unsigned slices;
+  const bool by_warp;
+  const unsigned number = by_warp ? (blockIdx.x * blockDim.x + threadIdx.x) / 32 : blockIdx.x;
   const int64_t index = number / slices;
   template <class F> __device__ __forceinline__ void each(int64_t count, const F& f) const {
     between(0, count, f);
@@ -110,23 +112,24 @@ struct Block {
 
  private:
   template <class F> __device__ __forceinline__ void between(int64_t first, int64_t end, const F& f) const {
+    const int threads = by_warp ? 32 : int(blockDim.x), warp = by_warp ? 0 : int(threadIdx.x) / 32;
     int width = end - first == 1 ? 32 : kValueLanes;
-    while (width > 1 && end - first > 1 && (end - first) * width > sharing) width /= 2;
+    while (width > 1 && end - first > 1 && (end - first) * width > threads) width /= 2;
     const int of_warp = 32 / width;
-    for (int64_t i = first + threadIdx.x % sharing / 32 * of_warp; i < end; i += sharing / width) {
+    for (int64_t i = first + warp * of_warp; i < end; i += threads / width) {
       const int64_t own = i + threadIdx.x % 32 / width;
       f(own < end ? own : end - 1, ValueLanes{own < end, width});
     }
-    if (sharing == 32) __syncwarp();
+    if (by_warp) __syncwarp();
     else __syncthreads();  // what was written may be read
   }
 };
 
 template <class Pass>
 __global__ void __launch_bounds__(kSmallThreads, 1)
-    small_kernel(const Pass pass, unsigned slices, unsigned sharing, unsigned all) {
+    small_kernel(const Pass pass, unsigned slices, bool by_warp, unsigned all) {
   await_previous_kernel();
-  const Block block{slices, sharing};
+  const Block block{slices, by_warp};
   if (block.number < all) pass(block);
 }
 
@@ -135,12 +138,13 @@ template <class Pass>
 void small(const Pass& pass, int64_t blocks, cudaStream_t stream, int64_t C = 0, unsigned most = 1) {
   while (most > 1 && C < 16 * int64_t(most)) most = most % 2 ? 1 : most / 2;
   const unsigned all = unsigned(blocks) * most;
-  unsigned sharing = all > 128 ? 256 : kSmallThreads;  // of many, some share a multiprocessor
-  while (sharing > 32 && all > 128 && all * sharing > kSmallAtOnce) sharing /= 2;
-  const unsigned threads = sharing > 32 ? sharing : 256;  // of a block
-  if (blocks)
-    launch_early(small_kernel<Pass>, blocks_for(int64_t(all) * sharing, threads), threads, stream, pass, most,
-                 sharing, all);
+  unsigned threads = kSmallThreads;
+  if (all > 128)  // some share a multiprocessor
+    for (threads = 256; threads > 32 && int64_t(all) * threads > kSmallAtOnce;) threads /= 2;
+  if (!all) return;
+  const bool by_warp = threads == 32;
+  launch_early(small_kernel<Pass>, by_warp ? blocks_for(all, kWarpsOfSmall) : all,
+               by_warp ? kWarpsOfSmall * 32 : threads, stream, pass, most, by_warp, all);
 }
 
 // Of many parts of a plane, which blocks made, the sum, the moments or the maximum: out (planes), of (planes,

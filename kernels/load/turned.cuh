@@ -379,7 +379,7 @@ struct TurnedTile {
   }
   __device__ __forceinline__ void store_run(value_t* to, bool for_tf32) const {
     const value_t* const run = reinterpret_cast<const value_t*>(at);
-#pragma unroll 4
+#pragma unroll 1
     for (unsigned job = threadIdx.x; job < columns * turning.stores.size; job += kPlaneThreads) {
       const unsigned c = turning.stores.row(job), r = (job - c * turning.stores.size) * kRowVector;
       if (r >= rows) continue;
