@@ -23,6 +23,7 @@ from inline_kernels.engine import (
     direct,
     inside,
     library,
+    load_plan,
     mainloops,
     precision,
     schedule,
@@ -32,6 +33,7 @@ from inline_kernels.engine import (
 )
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.cases import Case
+from inline_kernels.engine.plane_text import Last
 from loading import ROOT
 from numerics import DROPOUT, MIN_ADD, POOL
 from test_kernels_compile import H200
@@ -509,3 +511,38 @@ def test_rules_leave_the_default_sizes_to_the_fused_kernels(name, phase):
     cases = itertools.product((samples // 8, samples, 2 * samples), (2, 4))
     for batch, itemsize in [*cases, *((batch, 4) for batch in range(1, samples) if phase == "train")]:
         assert choice.fastest(choice.rule(name, phase), (batch, *rest), weight.shape, itemsize)[0] == "fused"
+
+
+# What kernels of a batch norm with a ReLU are, in 16 bits.
+TIMED = {
+    "apply": Last(False, True, False, held=4, sums=0, instructions=5),
+    "dz": Last(False, True, False, held=8, sums=0, instructions=12),
+    "sums": Last(False, False, False, held=0, sums=1, instructions=0),
+    "sums of dz": Last(False, False, False, held=5, sums=2, instructions=8),
+}
+
+
+@pytest.mark.parametrize("what", TIMED)
+def test_as_many_blocks_as_were_fastest(what):
+    """Channels last, of passes that were timed by their number: at most 8 % from the fastest."""
+    timed = json.loads((ROOT / "benchmarks/results/trials/batch_norms.json").read_text(encoding="utf-8"))
+    rows = [row for row in timed["passes"] if f"{what} by blocks" in row]
+    for row in rows:
+        N, S, C = row["N"], row["S"], row["C"]
+        parts, times = (
+            load_plan.parts_across(TIMED[what], N, C, S, 8, 132),
+            row[f"{what} by blocks"],
+        )
+        channels = TIMED[what].channels(8)
+        lanes = (load_plan._lanes_across if TIMED[what].sums else load_plan._lanes_of_points)(C // channels)
+        blocks = str(N * -(-C // channels // lanes) * parts)
+        assert times[blocks] <= 1.08 * min(times.values()), (N, S, C, parts)
+    assert rows
+
+
+def test_kernels_go_over_channels_as_is_planned():
+    """kernels/load/last.cuh has the same numbers."""
+    text = (ROOT / "kernels/load/last.cuh").read_text(encoding="utf-8")
+    assert f"kMostAtOnce = {Last.MOST_AT_ONCE}, kOfASum = {Last.OF_A_SUM};" in text
+    few = (ROOT / "kernels/load/reduce.cuh").read_text(encoding="utf-8")
+    assert f"static constexpr int kFew = {Last.FEW};" in few

@@ -249,7 +249,7 @@ def test_many_parts(layout, device, monkeypatch):
         monkeypatch.setattr(
             load_plan, "_shares", lambda most, planes, _: max(most, 33) if layout == "turned" else 2
         )
-        monkeypatch.setattr(load_plan, "_in_few_turns", lambda *_: 33 if layout == "turned" else 2)
+        monkeypatch.setattr(load_plan, "_in_few_waves", lambda *_: 33 if layout == "turned" else 2)
         monkeypatch.setattr(load_plan, "_FEW_PARTS", 1 << 20)  # who plans would have fewer
     else:
         monkeypatch.setattr(load_plan, "parts_of", lambda *given: 40)
@@ -315,17 +315,54 @@ def test_samples_are_merged_at_once(last, parts, besides, device, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("image", [(4, 5), (7, 7), (9, 12), (13, 19)], ids=str)
-def test_blocks_have_several_planes(image, dtype, device):
-    """Of small ones, 8, 16 or 32 lanes each; the last block has fewer."""
+@pytest.mark.parametrize("batch, image", [(3, (4, 5)), (3, (7, 7)), (3, (9, 12)), (700, (13, 19))], ids=str)
+def test_blocks_have_several_planes(batch, image, dtype, device):
+    """Of small ones, 8, 16 or 32 lanes each; the last block has fewer. Of many, a lane has several packs."""
     if device == "cpu":
         pytest.skip("a GPU's way")
     torch.manual_seed(0)
     model = OfSamples("").train().to(dtype)
-    x = (torch.randn(3, 3, image[0] + 2, image[1] + 2) + 2.0).to(dtype)
+    x = (torch.randn(batch, 3, image[0] + 2, image[1] + 2) + 2.0).to(dtype)
     assert_rule(model, x, label=str(image))
-    with torch.no_grad():
-        assert_rule(model, x, backward=False, label=str(image))
+    if batch < 700:
+        with torch.no_grad():
+            assert_rule(model, x, backward=False, label=str(image))
+
+
+@pytest.mark.parametrize("norm, batch, channels", [("batch", 3, 2048), ("group", 40, 1024)])
+def test_warps_have_small_values(norm, batch, channels, device):
+    """Where they are many: a channel's, or some of a sample's."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    torch.manual_seed(0)
+    of = nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(32, channels)
+    model = nn.Sequential(nn.Conv2d(1, channels, 1), of, nn.ReLU()).train()
+    x = torch.randn(batch, 1, 3, 3) + torch.linspace(-9, 9, batch)[:, None, None, None]
+    assert_rule(model, x.contiguous(memory_format=torch.channels_last), label=norm)
+
+
+def test_all_samples_are_a_channel_s_to_merge(device):
+    """No block of a sample's merges what all samples share, though it is made beside its values."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8, affine=False)
+            self.q = nn.Parameter(torch.rand(8, 1, 1))
+
+        def forward(self, x):
+            return torch.relu(self.norm(self.conv(x))) * self.q
+
+    model, x = Beside(), torch.randn(3, 3, 5, 6)
+    segment = segment_of(model, x)
+    case = Case(segment, arguments_of(model, segment, x), True, torch.float32)
+    program = load_plan.Plan.of(case).composed.backward
+    assert program.of_all_samples
+    for each in program.passes:
+        merged = program.of_all_samples.intersection(each.targets)
+        assert not merged or each.mode == "channel"
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)

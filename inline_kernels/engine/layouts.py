@@ -6,7 +6,6 @@ There it is fastest channels last where it runs on tensor cores, and so does wha
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -234,10 +233,8 @@ def turning_all(turnings: Sequence[Turning | None]) -> dict[int, Callable[[Seque
 
 
 def turning_one(like: Tensor) -> Callable[[Tensor], Tensor]:
-    """What turns tensors like this one, which lies in planes, channels last. On a GPU alone."""
-    if library.device_type(like) != "cuda" or not (turning := Turning.of(like, True)):
-        return functools.partial(Tensor.contiguous, memory_format=library.channels_last(like))
-    (run,) = turning_all([turning]).values()
+    """What turns tensors like this one on a GPU, which lies in planes and can lie otherwise, channels last."""
+    (run,) = turning_all([Turning.of(like, True)]).values()
 
     def turned(t: Tensor) -> Tensor:
         found: list = [None]

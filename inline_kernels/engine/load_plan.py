@@ -11,21 +11,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import gradients, layouts, library, naming, source, strips
+from . import gradients, layouts, library, naming, source, strips, tiling
 from .cases import Case, Sizes, first_number, places
 from .launching import Entry, Launch, new_of
 from .layouts import FOR_TF32, TURNED, UNITS
 from .passes import Array, Planes, Program
+from .plane_text import Last
 from .programs import Composed, can_lie_last, composed_of, has_channels, kind_for
 
 _FEW_PARTS = 32  # reduce.cuh's kFewParts: more are merged by a launch of their own, which takes 3 µs
 _BLOCKS = 384  # that keep a GPU busy
 _WAVES = 2048  # blocks that leave a GPU no idle end
-# Channels last, by channel: the blocks that a GPU runs at once; twice as many that sum and hold up to _HELD values by channel, or that write one
-# point after the other, which others read _TOGETHER. As long as so many positions take what a block reads first or sums up last (of sums a lane
-# has as many), and a wait for memory.
-_AT_ONCE, _HELD, _TOGETHER = 264, 7, 4
-_FIRST, _OF_A_LANE, _OF_A_WAIT = 2, 8, 2.2
+# Times in positions of a lane (trials/batch_norms.json). What a block reads first takes as long as so many:
+_READ_FIRST = 2
+# What a block sums up last does; so a lane has as many at least, where there are so many.
+_OF_A_LANE = 8
+# A wait for memory does.
+_OF_A_WAIT = 2.2
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Plan:
     dtype: torch.dtype
     saving: bool
     device: str
+    multiprocessors: int = 1
     kernels: object = None
     convolution: library.Convolution | None = None
     convolve: Callable | None = None  # gives v of x and the weight, as forward's passes read it
@@ -70,7 +73,9 @@ class Plan:
         """With its sizes alone; it keeps no argument. composed: in place of the case's own. Raises Unsupported."""
         sizes, composed = case.sizes, composed or composed_of(case.segment, kind_for(case))
         dtypes = case.x.dtype, case.parameter_dtype, case.dtype
-        return cls(case.segment, composed, sizes, *dtypes, case.saving, case.device)
+        is_gpu = case.device == "cuda"
+        count = tiling.device_properties(case.x.device.index).multiprocessors if is_gpu else 1
+        return cls(case.segment, composed, sizes, *dtypes, case.saving, case.device, count)
 
     @functools.cached_property
     def weight_at(self) -> int:
@@ -178,21 +183,10 @@ def parts_of(plan: Plan, program: Program, number: int) -> int:
     turned = plan.layout and number in program.turned
     sums = any(key.what != "value" for key in each.targets)
     if plan.last or turned and source.sums_alone(program, number):  # LastPlane's, or LastRows'
-        packs = -(-plan.sizes.C // (4 if sums else pack))
-        lanes = _lanes_across(packs) if sums else _lanes_of_points(packs)
-        most, side_by_side = -(-positions * lanes // 256), 1 if each.by_sample else -(-packs // lanes)
-        planes = plan.sizes.N * side_by_side
-        if sums and each.by_sample:
-            return _few(_shares(-(-most // _OF_A_LANE), planes, _WAVES), planes)
-        text = program.texts[number]
-        if sums:
-            at_once = _AT_ONCE if text.held_by_channel > _HELD else 2 * _AT_ONCE
-            parts = _in_few_turns(most, planes, at_once, _TOGETHER, _OF_A_LANE, -(-most // _OF_A_LANE))
-            return _few(parts, planes)
-        if each.by_sample:
-            return max(_shares(most, planes, _WAVES), most // 4)
-        at_once, reads = (2 * _AT_ONCE, 1) if text.is_much else (_AT_ONCE, _TOGETHER)
-        return _in_few_turns(most, planes, at_once, reads, _FIRST, most)
+        sizes = plan.sizes.N, plan.sizes.C, positions, pack
+        if (last := program.texts[number].last) is None:
+            return _parts_by_sample(*sizes, sums)
+        return parts_across(last, *sizes, plan.multiprocessors)
     if turned:  # turned.cuh's tiles
         most = -(-positions // (32 * pack))
         side_by_side = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
@@ -219,6 +213,30 @@ def needs_no_dz(plan: Plan) -> bool:
     return own == [True] and [root.name for root in roots].count("dz") == 1
 
 
+def _parts_by_sample(N: int, C: int, positions: int, pack: int, sums: bool) -> int:
+    """Where arrays lie channels last, of a pass by sample."""
+    channels = 4 if sums else pack
+    packs = C // channels if C % channels == 0 else C
+    most = -(-positions * (_lanes_across if sums else _lanes_of_points)(packs) // 256)
+    if sums:
+        return _few(_shares(-(-most // _OF_A_LANE), N, _WAVES), N)
+    return max(_shares(most, N, _WAVES), most // 4)
+
+
+def parts_across(last: Last, N: int, C: int, positions: int, pack: int, multiprocessors: int) -> int:
+    """Where arrays lie channels last, of a pass by channel."""
+    channels, blocks = last.channels(pack), last.blocks(pack)
+    packs = C // channels if C % channels == 0 else C
+    lanes = _lanes_across(packs) if last.sums else _lanes_of_points(packs)
+    most, planes = -(-positions * lanes // 256), N * -(-packs // lanes)
+    if not last.sums:
+        return _in_few_waves(most, planes, blocks * multiprocessors, last.at_once, _READ_FIRST, most)
+    blocks += blocks == 3  # which then have registers for one more
+    of_lanes = -(-most // _OF_A_LANE)
+    parts = _in_few_waves(most, planes, blocks * multiprocessors, last.at_once, _OF_A_LANE, of_lanes)
+    return _few(parts, planes)
+
+
 def _lanes_across(packs: int) -> int:
     """As last.cuh has it. Nothing that is computed hangs on it here, only how many blocks share a plane."""
     most = min(32, 1 << (packs - 1).bit_length())
@@ -242,10 +260,11 @@ def _shares(most: int, planes: int, blocks: int) -> int:
     return max(1, min(most, -(-blocks // planes)))
 
 
-def _in_few_turns(positions: int, planes: int, at_once: int, reads: int, besides: int, most: int) -> int:
-    """Parts of a plane, `most` of them, so that the turns in which a GPU runs all blocks, so many at once, are few and short: a turn takes as long
-    as the positions of a lane, which are so many if there is one part, or as what it waits for, some that it `reads` together, and then one by
-    one; and what a block does besides."""
+@functools.lru_cache(1 << 12)
+def _in_few_waves(positions: int, planes: int, at_once: int, reads: int, besides: int, most: int) -> int:
+    """Into how many parts a plane is cut, at most `most`, so that the waves in which a GPU runs all blocks, `at_once` of them, are few and short. A
+    wave takes as long as the positions of a lane (`positions` of them if there is one part), or as its waits for memory: for each `reads` that
+    it reads together, and for each that is left over; and as what a block does besides."""
 
     def taken(parts: int) -> tuple[float, int]:
         fewest, own = positions // parts, -(-positions // parts)

@@ -627,6 +627,8 @@ class Program:
     def _modes(self, key: Key) -> set[str]:
         """In what blocks a small value can be made."""
         space = self._space_of(key)
+        if key in self.of_all_samples:
+            return {"channel"}
         if key.what != "value":
             return {"sample", "channel"} if space.c else {"sample", "one"}
         node, space = key.node, self.root_of[key].space if key in self.root_of else key.node.space

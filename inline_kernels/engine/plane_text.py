@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from .gates import is_drawn, is_gate, zero_with
 from .graph import ELEMENTS, Node, order, walk
@@ -18,7 +19,6 @@ from .passes import FEW, Array, Key, Planes, Program, Unsupported, is_static, ov
 from .scalars import instructions
 
 MUCH = 5  # instructions: an exponential's; to store a value and to load it again takes less
-_MUCH_AT_ONCE, _OF_A_SUM = 24, 8  # instructions: kernels/load/last.cuh's kMostAtOnce and kOfASum
 LIGHT = 16  # … of a walk over channels: more take longer than memory does (trials/axes.json)
 _EXTREME = re.compile(r"auto (?:own_)?(best\d+) = \w+\.(?:largest|smallest)(?:_row)?\(\);$")
 
@@ -32,6 +32,40 @@ def _without_places(lines: Sequence[str]) -> list[str]:
     ]
 
 
+class Last(NamedTuple):
+    """How a pass goes over arrays that lie channels last, as kernels/load/last.cuh's struct of this name decides: of single positions? does it write
+    at positions, or read windows? Small values by channel, sums, and instructions of a point."""
+
+    single: bool
+    writes: bool
+    windows: bool
+    held: int
+    sums: int
+    instructions: int
+
+    MOST_AT_ONCE, OF_A_SUM, FEW = 24, 8, 4  # its kMostAtOnce and kOfASum; Sum::kFew
+
+    @property
+    def _is_few(self) -> bool:
+        return not self.sums and self.held <= 4
+
+    def channels(self, pack: int) -> int:
+        """Of a lane. pack: in 16 bytes."""
+        return 1 if self.single else pack if self._is_few else 4
+
+    @property
+    def at_once(self) -> int:
+        """Positions that a lane reads before what is made of the first is written, or summed."""
+        is_much = self.instructions + self.OF_A_SUM * self.sums > self.MOST_AT_ONCE
+        alone = self.held + 3 * self.sums > 16 or self.writes and (self.windows or is_much)
+        return 1 if alone else self.FEW
+
+    def blocks(self, pack: int) -> int:
+        """Of a multiprocessor, at least; values are float32."""
+        holds = self.held + 3 * self.sums > (7 if self.at_once > 1 else 9)
+        return 2 if (pack if self._is_few and not self.single else 4) > 4 or holds else 3
+
+
 class PlaneText(PassText):
     def __init__(self, name: str, program: Program, names: Names, number: int):
         super().__init__(name, program, names, number)
@@ -42,8 +76,7 @@ class PlaneText(PassText):
         self.of_rows: Scope | None = None  # the last walk over those
         self.axis = ""  # the level whose windows are whole axes, if a GPU's lanes share them, and how many terms those have, which is found out here
         self.terms = ""
-        self.held_by_channel = 0  # values, in a GPU's registers; and is a point too much to have several at once? (kernels/load/last.cuh)
-        self.is_much = True
+        self.last: Last | None = None  # of a pass by channel, on a GPU
         self.walks = 0  # over a point's channels, or its windows that are whole axes
         self.loops: list[Scope] = []  # over channels at a point of the pass
         self.held: list[Node] = []  # of what these compute, what later ones read again
@@ -157,12 +190,12 @@ class PlaneText(PassText):
         if each.by_sample and not self.program.on_cpu:
             constants.append(f"int kSums = {len(totals)}")
         elif not self.program.on_cpu:
-            single, writes = (str(each).lower() for each in (self.chooses, bool(self.made)))
-            constants.append(f"bool kSingle = {single}, kWrites = {writes}")
+            windows = any("kWindows" in each for each in constants)
             held = sum(node.space.c for node in plane.known)  # small values by channel
-            self.held_by_channel = held + 3 * len(totals)
             takes = instructions(point.known)
-            self.is_much = takes + _OF_A_SUM * len(totals) > _MUCH_AT_ONCE
+            self.last = Last(self.chooses, bool(self.made), windows, held, len(totals), takes)
+            single, writes = (str(each).lower() for each in self.last[:2])
+            constants.append(f"bool kSingle = {single}, kWrites = {writes}")
             constants.append(f"int kHeld = {held}, kSums = {len(totals)}, kInstructions = {takes}")
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends], constants)
 

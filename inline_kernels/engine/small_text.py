@@ -106,16 +106,16 @@ class SmallText(PassText):
         parts, at_once = self.number(f"parts_{array.parts}"), key in self.program.of_all_samples
         index = scope.c if at_once else self.index(key.source.space._replace(level=""), scope)
         first = f"({index}) * {parts}" if " " in index else f"{index} * {parts}"
-        name, all = self.pointer(array), ""
-        if at_once:  # so many times, and how far apart
-            all = f", {self.number('N')}, {self.number('C')} * {parts}"
+        name, samples = self.pointer(array), ""
+        if at_once:  # how many, and how far apart
+            samples = f", {self.number('N')}, {self.number('C')} * {parts}"
         if key.what == "sum":
-            sum = f"lanes.merge({name} + {first}, {parts}{all})"
-            scope.lines.append(f"const double {total_of(key)} = {sum};")
+            merged = f"lanes.merge({name} + {first}, {parts}{samples})"
+            scope.lines.append(f"const double {total_of(key)} = {merged};")
             scope.known[key.node] = total_of(key)
             return total_of(key)
         known = f"{'plane' if PARTS[key.what] == 'moments' else 'largest'}{key.node.id}"
-        line = f"const {TYPES[array.kind]} {known} = lanes.merge({name} + {first}, {parts}{all});"
+        line = f"const {TYPES[array.kind]} {known} = lanes.merge({name} + {first}, {parts}{samples});"
         if line not in scope.lines:
             scope.lines.append(line)
         return f"{known}.{key.what}"
@@ -139,7 +139,7 @@ class SmallText(PassText):
             return self._variance(node, scope, count)
         if node.op == "sum" and node.attr == "n" and of_positions(node.args[0]):
             if self.program.merged(node.args[0])[0] in self.program.of_all_samples:
-                return self.value(node.args[0], scope)
+                return self._reduction(node.args[0], scope)
         if node.op in ("sum", "group"):
             return self._lanes_sum([node.attr], scope, lambda inner: self.value(node.args[0], inner))
         if node.op == "variance":

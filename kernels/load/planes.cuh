@@ -147,6 +147,7 @@ inline Parts<Order::kDown> down(int64_t count) { return {count}; }
 // that a few lanes have each, and a lane at most `most` packs. None waits for others then.
 constexpr int64_t kFillingThreads = 1 << 17;
 inline unsigned several_of_block(int64_t packs, int64_t planes, int64_t most) {
+  if (planes >= int64_t(1) << 31) return 0;  // the launch fails
   int bits = 3;
   const auto too_few = [&](int64_t lanes) {
     return packs > lanes * most || (packs > lanes && planes * lanes < kFillingThreads);

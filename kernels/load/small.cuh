@@ -7,18 +7,19 @@
 
 namespace load {
 
-constexpr int kSmallThreads = 768, kValueLanes = 8;  // so many leave 80 registers a thread
-constexpr int kSmallAtOnce = 1 << 16;                // threads that a GPU runs at once, of such
-constexpr int kWarpsOfSmall = 8;                     // of a block, where each has an index of its own
+constexpr int kSmallThreads = 768;     // so many leave 80 registers a thread
+constexpr int kSmallAtOnce = 1 << 16;  // threads that a GPU runs at once, of such
+constexpr int kWarpsOfSmall = 8;       // of a block, where each has an index of its own
 
-// Those of a value: up to kValueLanes, so that a block's loop has one turn if it can; or where a block has
+// Those of a value: up to 2^kValueBits, so that a block's loop has one turn if it can; or where a block has
 // one value alone, a warp. Of a warp all have some value to compute, and those that are not `active` write
 // none. What takes time is to wait for memory, and to divide: a lane reads four terms at once, and divides
 // once.
+constexpr int kValueBits = 3;
 struct ValueLanes {
   const bool active;
   const int width;
-  const int lane = threadIdx.x % width;
+  const int lane = int(threadIdx.x) & (width - 1);
   template <class F> __device__ __forceinline__ double sum(int64_t count, const F& f) const {
     double value = 0;
     int64_t i = lane;
@@ -100,7 +101,7 @@ struct ValueLanes {
 struct Block {
   const unsigned slices;
   const bool by_warp;
-  const unsigned number = by_warp ? (blockIdx.x * blockDim.x + threadIdx.x) / 32 : blockIdx.x;
+  const unsigned number = by_warp ? blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32 : blockIdx.x;
   const int64_t index = number / slices;
   template <class F> __device__ __forceinline__ void each(int64_t count, const F& f) const {
     between(0, count, f);
@@ -113,12 +114,11 @@ struct Block {
  private:
   template <class F> __device__ __forceinline__ void between(int64_t first, int64_t end, const F& f) const {
     const int threads = by_warp ? 32 : int(blockDim.x), warp = by_warp ? 0 : int(threadIdx.x) / 32;
-    int width = end - first == 1 ? 32 : kValueLanes;
-    while (width > 1 && end - first > 1 && (end - first) * width > threads) width /= 2;
-    const int of_warp = 32 / width;
-    for (int64_t i = first + warp * of_warp; i < end; i += threads / width) {
-      const int64_t own = i + threadIdx.x % 32 / width;
-      f(own < end ? own : end - 1, ValueLanes{own < end, width});
+    int bits = end - first == 1 ? 5 : kValueBits;  // of the lanes of a value
+    while (bits && bits < 5 && end - first > threads >> bits) bits--;
+    for (int64_t i = first + (warp << (5 - bits)); i < end; i += threads >> bits) {
+      const int64_t own = i + (threadIdx.x % 32 >> bits);
+      f(own < end ? own : end - 1, ValueLanes{own < end, 1 << bits});
     }
     if (by_warp) __syncwarp();
     else __syncthreads();  // what was written may be read

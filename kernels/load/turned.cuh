@@ -301,8 +301,9 @@ void planes_of_dy(const Pass& pass, const Extent& extent, const value_t* v, cons
 
 // A tile has at most kWords words, each with kPair neighbouring columns: whole rows or whole columns where
 // these are short, else at most kWide words by kTall rows. A thread has a few jobs: kVector neighbours of a
-// row or a column, or one where they don't fit. kRoom: with a word behind each row. Of up to kFewColumns, as
-// filters have, a tile's rows are one run of memory, which is read as it lies.
+// row or a column, or one where they don't fit. kRoom: with a word behind each row. Of an odd
+// number up to kFewColumns, as filters have, a tile's rows are one run of memory, which is read as it lies;
+// an even one would have lanes meet in few banks.
 constexpr int kWide = 64, kTall = kWide * kPair, kWords = kWide * kWide, kRoom = kWords + kTall,
               kFewColumns = 25;
 
@@ -505,7 +506,7 @@ inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows
   const bool loads_vectors = !picked.width && vectors_fit(source, columns),
              stores_vectors = vectors_fit(out, rows),
              fits = !picked.width && rows % kRowVector == 0 && uint64_t(out) % 16 == 0,
-             by_runs = fits && columns <= kFewColumns && uint64_t(source) % 16 == 0,
+             by_runs = fits && columns <= kFewColumns && columns % 2 && uint64_t(source) % 16 == 0,
              by_matrices = fits && !by_runs && sizeof(value_t) == 2;
   const int64_t words = (columns + kPair - 1) / kPair;
   const int64_t most = words > kWide ? kWords / std::min<int64_t>(rows, kTall) : kWide;
