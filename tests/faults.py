@@ -218,6 +218,7 @@ FAULTS = [
     Fault("inline_kernels/engine/chain.py", "return self.laid[key](one).add_(other)", "return self.laid[key](one)", "test_engine_chain.py -k turned_together"),
     Fault("kernels/load/small.cuh", "first[sample * pitch + (unsigned(i) - sample * count)]", "first[(unsigned(i) - sample * count)]", "test_engine_layouts.py -k merged_at_once"),
     Fault("inline_kernels/engine/passes.py", "and bool(reads) and all(reads)", "and any(reads)", "test_engine_layouts.py -k merged_at_once"),
+    Fault("inline_kernels/engine/plane_text.py", "if axis == self.point.level:", "if True:", "test_engine_source.py -k 'random_programs and cuda'"),
     Fault("inline_kernels/engine/source.py", "'up' if before % 2 else 'down'", "'down'", "test_engine_source.py -k other_way"),
     Fault("kernels/load/last.cuh", "for (int warp = 0; warp < kWarps; warp++)", "for (int warp = 1; warp < kWarps; warp++)", "test_engine_layouts.py -k all_is_channels_last"),
     Fault("kernels/load/shared.cuh", "const bool active = i + own < S;", "const bool active = true;", "test_engine_layouts.py -k channels_are_reduced"),

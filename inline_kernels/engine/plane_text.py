@@ -355,7 +355,8 @@ class PlaneText(PassText):
             self.scalar = True
             self.of_rows = inner if axis == self.rows and scope is self.point else self.of_rows
             self._prepare([node.args[0] for node in nodes], inner)
-            self._add_finer(inner)
+            if axis == self.point.level:  # and no window inside that one's
+                self._add_finer(inner)
         declared, ends = [], []
         self.walks += scope is self.point and axis in ("c", self.axis)
         # May lanes have some of the channels each, or some of a window?
