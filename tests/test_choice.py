@@ -36,6 +36,7 @@ from inline_kernels.engine.cases import Case
 from inline_kernels.engine.plane_text import Last
 from loading import ROOT
 from numerics import DROPOUT, MIN_ADD, POOL
+from test_emulated import Emulated, folder, guarded, library_of  # noqa: F401
 from test_kernels_compile import H200
 
 fused_names = pytest.mark.parametrize(
@@ -540,9 +541,25 @@ def test_as_many_blocks_as_were_fastest(what):
     assert rows
 
 
-def test_kernels_go_over_channels_as_is_planned():
-    """kernels/load/last.cuh has the same numbers."""
-    text = (ROOT / "kernels/load/last.cuh").read_text(encoding="utf-8")
-    assert f"kMostAtOnce = {Last.MOST_AT_ONCE}, kOfASum = {Last.OF_A_SUM};" in text
-    few = (ROOT / "kernels/load/reduce.cuh").read_text(encoding="utf-8")
-    assert f"static constexpr int kFew = {Last.FEW};" in few
+@pytest.mark.parametrize("dtype", ["float", "bfloat16_t"])
+def test_kernels_go_over_channels_as_is_planned(dtype, folder):
+    """kernels/load/last.cuh decides what `Last` says."""
+    few = itertools.product((False, True), (False, True), (False, True), (0, 4, 5, 9, 17), (0, 1, 3), (3, 30))
+    passes = [Last(*each) for each in few]
+    text = ['#include "load/load.h"\n']
+    for number, (single, writes, windows, *counts) in enumerate(passes):
+        flags = f"kSingle = {single:d}, kWrites = {writes:d}" + f", kWindows = {windows:d}" * windows
+        numbers = "kHeld = {}, kSums = {}, kInstructions = {}".format(*counts)
+        text.append(
+            f"struct P{number} {{ static constexpr bool {flags}; static constexpr int {numbers}; }};\n"
+        )
+    text.append("EXPORT void decide(int64_t* out, cudaStream_t stream) {\n")
+    for number in range(len(passes)):
+        of = f"load::Last<P{number}>"
+        text.append(f"  *out++ = {of}::channels, *out++ = {of}::at_once, *out++ = {of}::blocks;\n")
+    source = "".join([*text, "}\n"])
+    defines = dict.fromkeys(("VALUE_T", "OUTPUT_T", "PARAMETER_T"), dtype)
+    found = torch.zeros(len(passes), 3, dtype=torch.int64)
+    Emulated(source, library_of(source, 800, defines, (), folder)).decide(found)
+    pack = 8 if dtype == "bfloat16_t" else 4
+    assert found.tolist() == [[each.channels(pack), each.at_once, each.blocks(pack)] for each in passes]

@@ -66,11 +66,14 @@ def test_problems(number, device):
         assert (like[0] | like[1] | run.y.isfinite() & exact.isfinite()).all()
 
 
-@pytest.mark.parametrize("seed", [*range(10), 11007, 11057])  # sums of windows inside windows
+@pytest.mark.parametrize("seed", [*range(30), 11007, 11057])  # sums of windows inside windows
 def test_random_programs(seed, device):
+    """Every other one channels last. Of one sample that is left out: PyTorch 2.13's gradient of its instance norm is wrong so, on a CPU."""
     if device == "cpu" and seed % 5:
         pytest.skip("compiled for a CPU by `make fuzz`")
     model, x = random_program(seed)
+    if seed % 2 and len(x) > 1:
+        x = x.contiguous(memory_format=library.CHANNELS_LAST[x.dim()])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for backward in (True, False):

@@ -12,34 +12,37 @@
 
 namespace load {
 
-// Which part of which plane is a thread's, in which place among those that share it, how many they are: a
-// block; or, if a block has 2^several parts, a few lanes of a warp.
+// Which part of which plane is a thread's, of `all`; its place among the threads that share it, and how many
+// those are: a block, or, if a block has 2^several parts, a few lanes of a warp. Behind the last part there
+// may then be some that don't exist, in the place of which stands the last.
 constexpr int kPlaneBits = 8;
 static_assert(kPlaneThreads == 1 << kPlaneBits);
 struct Share {
   unsigned number;
   int place, threads;
+  bool exists;
   template <Order order> static __device__ __forceinline__ Share of_block() {
-    return {block<order>(), int(threadIdx.x), int(blockDim.x)};
+    return {block<order>(), int(threadIdx.x), int(blockDim.x), true};
   }
-  template <Order order> static __device__ __forceinline__ Share of_lanes(unsigned several) {
+  template <Order order> static __device__ __forceinline__ Share of_lanes(unsigned several, unsigned all) {
     if (several == 0) return of_block<order>();
     const int bits = kPlaneBits - int(several);
-    return {(block<order>() << several) + (threadIdx.x >> bits), int(threadIdx.x & ((1u << bits) - 1)),
-            1 << bits};
+    const unsigned number = (block<order>() << several) + (threadIdx.x >> bits);
+    return {min(number, all - 1), int(threadIdx.x & ((1u << bits) - 1)), 1 << bits, number < all};
   }
 };
 
-// A thread's share of a plane; see LastPlane of kAtOnce. kSeveral: may a block have several? Behind the last
-// one there may then be some that don't exist.
+// A thread's share of a plane; see LastPlane of kAtOnce. kSeveral: may a block have several?
 template <bool kScalar, int kAtOnce, bool kSeveral, Order order> class Plane {
  public:
   const int64_t n, c;
   __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, unsigned several)
-      : Plane(extent, values, parts, kSeveral ? Share::of_lanes<order>(several) : Share::of_block<order>()) {}
+      : Plane(extent, values, parts,
+              kSeveral ? Share::of_lanes<order>(several, unsigned(extent.N * extent.C) * parts)
+                       : Share::of_block<order>()) {}
 
   template <class F> __device__ __forceinline__ void each(const F& f) {
-    const int S = exists_ ? extent_.positions() : 0;
+    const int S = share_.exists ? extent_.positions() : 0;
     const int first = this->first(), step = this->step();
     if constexpr (kScalar) {
       for (int i = first; i < S; i += step) f(point<1>(i));
@@ -69,7 +72,7 @@ template <bool kScalar, int kAtOnce, bool kSeveral, Order order> class Plane {
     const int D = extent_.D * P::depth(fine), H = extent_.H * P::height(fine), W = extent_.W * P::width(fine);
     const int right = fine.W - W, below = (fine.H - H) * fine.W;
     const auto each_of = [&](int count, const auto& position) {
-      for (int i = exists_ ? first() : count; i < count; i += step())
+      for (int i = share_.exists ? first() : count; i < count; i += step())
         f(Point<1>{fine, values_, n, c, extent_.C, position(i), 0, true});
     };
     each_of(D * H * right,
@@ -93,15 +96,8 @@ template <bool kScalar, int kAtOnce, bool kSeveral, Order order> class Plane {
 
  private:
   __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, const Share& share)
-      : Plane(extent, values, parts, share, unsigned(extent.N * extent.C) * parts) {}
-  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts, const Share& share,
-                   unsigned all)
-      : n(existing(share, all) / parts / unsigned(extent.C)),
-        c(existing(share, all) / parts % unsigned(extent.C)), extent_(extent), values_(values), share_(share),
-        parts_(parts), exists_(!kSeveral || share.number < all) {}
-  static __device__ __forceinline__ unsigned existing(const Share& share, unsigned all) {
-    return kSeveral ? min(share.number, all - 1) : share.number;
-  }
+      : n(share.number / parts / unsigned(extent.C)), c(share.number / parts % unsigned(extent.C)),
+        extent_(extent), values_(values), share_(share), parts_(parts) {}
   template <int K> __device__ __forceinline__ Point<K> point(int position) const {
     return {extent_, values_, n, c, extent_.C, position, 0, true};
   }
@@ -110,13 +106,12 @@ template <bool kScalar, int kAtOnce, bool kSeveral, Order order> class Plane {
   }
   __device__ __forceinline__ int step() const { return int(parts_) * share_.threads; }
   template <class T> __device__ __forceinline__ void put(T* out, const T& value) const {
-    if (share_.place == 0 && exists_) out[share_.number] = value;
+    if (share_.place == 0 && share_.exists) out[share_.number] = value;
   }
   const Extent& extent_;
   const value_t* values_;
   const Share share_;
   const unsigned parts_;
-  const bool exists_;
 };
 
 template <class Pass, class = void> constexpr bool is_scalar = false;

@@ -301,9 +301,9 @@ void planes_of_dy(const Pass& pass, const Extent& extent, const value_t* v, cons
 
 // A tile has at most kWords words, each with kPair neighbouring columns: whole rows or whole columns where
 // these are short, else at most kWide words by kTall rows. A thread has a few jobs: kVector neighbours of a
-// row or a column, or one where they don't fit. kRoom: with a word behind each row. Of an odd
-// number up to kFewColumns, as filters have, a tile's rows are one run of memory, which is read as it lies;
-// an even one would have lanes meet in few banks.
+// row or a column, or one where they don't fit. kRoom: with a word behind each row. Of an odd number
+// up to kFewColumns, as filters have, a tile's rows are one run of memory, which is read as it lies; an even
+// one would have lanes meet in few banks.
 constexpr int kWide = 64, kTall = kWide * kPair, kWords = kWide * kWide, kRoom = kWords + kTall,
               kFewColumns = 25;
 
