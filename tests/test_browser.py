@@ -35,7 +35,7 @@ SETTINGS = {  # every cell stays in the page, seen or not; no question about new
     "apputils-extension/notification": '{"fetchNews": "false"}',
 }
 # The kernel waits, and the notebook's cells are on the page.
-READY = """() => jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status == "idle"
+READY = """() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status == "idle"
     && document.querySelector(".jp-CodeCell")"""
 CUT = "areas => areas.filter(area => area.scrollWidth > area.clientWidth + 1).map(area => area.innerText)"
 
