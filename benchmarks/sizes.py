@@ -57,6 +57,7 @@ TAILS = {
     "none": lambda m, v: v,
     "relu": lambda m, v: F.relu(v),
     "group_norm_silu": lambda m, v: F.silu(m.norm(v)),
+    "batch_norm_relu": lambda m, v: F.relu(m.batch_norm(v)),
     "instance_norm_leaky": lambda m, v: F.leaky_relu(_instance_norm(v) * m.scale + m.shift, 0.01),
     "min_add_multiply": lambda m, v: (torch.clamp(v, max=0.5) + m.shift) * 2.0,
     "group_norm_scale_pool_clamp": lambda m, v: torch.clamp(
@@ -86,6 +87,7 @@ class Layer(nn.Module):
         self.shift = nn.Parameter(0.1 * torch.randn(C, *[1] * nd))
         self.groups, self.tail = math.gcd(C, 32) if C % 32 == 0 else math.gcd(C, 8), TAILS[row["tail"]]
         self.norm = nn.GroupNorm(self.groups, C)
+        self.batch_norm = (nn.BatchNorm2d, nn.BatchNorm3d)[nd - 2](C)
 
     def forward(self, x):
         return self.tail(self, self.conv(x))
