@@ -352,12 +352,13 @@ template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]
     asm volatile("" : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])::"memory");
 }
 
-// D (64×n) += A (64×16) · B (16×n), n = 64, 128, 192 or 256, by four warps: warp i has rows 16 i … 16 i + 15
-// of A and D, fragments as above. A lies in registers or in shared memory. Where `accumulate` is false, what
-// D held before does not count. kTransposed: B as by describe_swizzled_transposed (core/tensor_map.cuh).
+// D (64×n) += A (64×16) · B (16×n), n = 64, 72, 128, 192 or 256, by four warps: warp i has rows 16 i … 16 i +
+// 15 of A and D, fragments as above. A lies in registers or in shared memory. Where `accumulate` is false,
+// what D held before does not count. kTransposed: B as by describe_swizzled_transposed (core/tensor_map.cuh).
 #define NAMES_64                                                           \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_72 NAMES_64 ", %32, %33, %34, %35"
 #define NAMES_128                                                                      \
   NAMES_64                                                                             \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -374,6 +375,7 @@ template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]
 #define FRAGMENT(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define ROW(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define SUMS_64 ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7)
+#define SUMS_72 SUMS_64, ROW(8)
 #define SUMS_128 SUMS_64, ROW(8), ROW(9), ROW(10), ROW(11), ROW(12), ROW(13), ROW(14), ROW(15)
 #define SUMS_192 SUMS_128, ROW(16), ROW(17), ROW(18), ROW(19), ROW(20), ROW(21), ROW(22), ROW(23)
 #define SUMS_256 SUMS_192, ROW(24), ROW(25), ROW(26), ROW(27), ROW(28), ROW(29), ROW(30), ROW(31)
@@ -405,6 +407,11 @@ __device__ __forceinline__ void multiply_add_transposed(float (&d)[8][4], const 
   WGMMA_OF_OPERAND(64, "%37", "{%32, %33, %34, %35}, %36, accumulate, 1, 1, 1", FRAGMENT(a), "l"(b));
 }
 template <class Operand = half_t>
+__device__ __forceinline__ void multiply_add(float (&d)[9][4], const uint32_t (&a)[4], uint64_t b,
+                                             bool accumulate = true) {
+  WGMMA_OF_OPERAND(72, "%41", "{%36, %37, %38, %39}, %40, accumulate, 1, 1, 0", FRAGMENT(a), "l"(b));
+}
+template <class Operand = half_t>
 __device__ __forceinline__ void multiply_add(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b,
                                              bool accumulate = true) {
   WGMMA_OF_OPERAND(128, "%69", "{%64, %65, %66, %67}, %68, accumulate, 1, 1, 0", FRAGMENT(a), "l"(b));
@@ -431,12 +438,14 @@ __device__ __forceinline__ void multiply_add(float (&d)[32][4], uint64_t a, uint
 #undef SUMS_256
 #undef SUMS_192
 #undef SUMS_128
+#undef SUMS_72
 #undef SUMS_64
 #undef ROW
 #undef FRAGMENT
 #undef NAMES_256
 #undef NAMES_192
 #undef NAMES_128
+#undef NAMES_72
 #undef NAMES_64
 
 #endif

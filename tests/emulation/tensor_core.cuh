@@ -4,7 +4,7 @@
 
 #include "core/scalar.h"
 
-#define TENSOR_CORE_WGMMA 1
+#define TENSOR_CORE_WGMMA (__CUDA_ARCH__ >= 900)
 
 namespace tensor_core {
 

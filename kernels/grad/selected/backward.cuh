@@ -57,12 +57,12 @@ void add_input(value_t* dx, const value_t* x, typename P::Saved saved, GroupShap
   auto geometry = whole.shared_out(whole.tile_rows(), N * tiles);
   geometry.rows *= P::kPoolH;
   const typename P::Composed composed(partial, N);
-  constexpr auto compose = compose_kernel<P>;
   constexpr auto input_gradient = input_gradient_kernel<P>;
   constexpr auto add_border = border_kernel<Borders>;
-  const dim3 border(unsigned(N), Borders::kEdges + 1);
+  const dim3 border(unsigned(N), Borders::kPairs + 1);
   allow_shared<input_gradient>(), allow_shared<add_border>();
-  compose<<<unsigned(N + 1), P::kComposeThreads, 0, stream>>>(composed, saved.weight, sums, shape);
+  launch_early(compose_kernel<P>, unsigned(N + 1), P::kComposeThreads, stream, composed, saved.weight, sums,
+               shape);
   input_gradient<<<unsigned(geometry.strips * tiles * N), P::kInputThreads, P::InputLayout::kBytes, stream>>>(
       dx, x, partial, composed, saved, shape, geometry, tiles, stride);
   add_border<<<border, Borders::kBorderThreads, Borders::kBorderShared, stream>>>(dx, x, partial, composed,
@@ -94,15 +94,14 @@ void backward(const Gradients& d, const In<output_t>& dy, const In<value_t>& x, 
   const typename P::Partial parts(partial, N, geometry.strips);
   using Sums = Merging<typename P::Build>;
   constexpr auto strip = strip_kernel<Sums>;
-  constexpr auto sample = sample_kernel<Sums>;
-  constexpr auto total = total_kernel<Sums>;
   const bool scales = d.scale.numel() > 1;
   allow_shared<strip>();
   strip<<<unsigned(geometry.strips * N * P::kStripBlocks), kThreads, P::StripLayout::kBytes, stream>>>(
       parts, x, saved, shape, geometry);
-  sample<<<unsigned(N), P::kSampleThreads, 0, stream>>>(sums, parts, saved, shape, geometry);
-  total<<<P::kOut*(P::kDepth + 4) / 32, kThreads, 0, stream>>>(d.weight, d.conv_bias, d.norm_weight,
-                                                               d.norm_bias, d.scale, sums, scales, int(N));
+  launch_early(sample_kernel<Sums>, unsigned(N), P::kSampleThreads, stream, sums, parts, saved, shape,
+               geometry);
+  launch_early(total_kernel<Sums>, unsigned(P::kOut * (P::kDepth + 4) / 32), kThreads, stream, d.weight.data,
+               d.conv_bias.data, d.norm_weight.data, d.norm_bias.data, d.scale.data, sums, scales, int(N));
   if (!scales) sum_rows({{d.scale, 1}}, sums.gradients + 3 * N * P::kOut, N, P::kOut, stream);
   if constexpr (P::kOfInput) add_input<P>(d.x, x, saved, shape, whole, sums, partial, stream);
 }

@@ -24,17 +24,18 @@ template <class P> struct Bordering : Composing<P> {
     return {at, min(at + 1, size), max(0, at - inside + 1), min(halo, at)};
   }
 
-  // Two threads share an edge's pixel: each has every second row of the filter.
+  // A block has two edges side by side, and a thread a pixel of one.
   static constexpr int kBorderPixels = kReachH > 5 || kReachW > 5 ? 32 : 128,
                        kBorderThreads = 2 * kBorderPixels;
   static constexpr int kPixelPitch = kInputChannels + 4;  // no bank conflicts
-  static constexpr int kOfRow = kReachH * (kBorderPixels + 2 * kHaloW);
-  static constexpr int kOfColumn = (kBorderPixels + 2 * kHaloH) * kReachW;
+  static constexpr int kOfRow = (kReachH + 1) * (kBorderPixels + 2 * kHaloW);
+  static constexpr int kOfColumn = (kBorderPixels + 2 * kHaloH) * (kReachW + 1);
   static constexpr int kBorderFilter =
       kReachH * kReachW * kInputChannels * kInputChannels;  // (row, column, in, out)
   static constexpr int kBorderShared =
-      ((kOfRow > kOfColumn ? kOfRow : kOfColumn) * kPixelPitch + kBorderFilter) * 4;
-  static constexpr int kEdges = 2 * kHaloH + 2 * kHaloW;
+      ((kOfRow > kOfColumn ? kOfRow : kOfColumn) * kPixelPitch + 2 * kBorderFilter) * 4;
+  static constexpr int kPairsH = (kHaloH + 1) / 2, kPairsW = (kHaloW + 1) / 2;  // of edges, on a side
+  static constexpr int kPairs = 2 * kPairsH + 2 * kPairsW;
 
   // What a block knows of its sample: adds to dx there.
   struct Border {
@@ -92,28 +93,31 @@ template <class P> struct Bordering : Composing<P> {
     }
   };
 
-  // An edge: a row or, `down`, a column of pixels with the same taps, whose composed filter is in shared
-  // memory.
-  struct Edge {
+  // Two rows or, `down`, columns of pixels, side by side; the second one may be missing. Those of each have
+  // the same taps; its composed filter is in shared memory.
+  template <bool down> struct Edges {
     const Border& border;
-    const bool down;
-    const Range rows, columns;
-    float *const filter, *const pixels, *const level;  // in shared memory
+    const Range own[2], along;  // rows and columns, or columns and rows
+    float *const filters, *const pixels, *const levels;
 
-    __device__ __forceinline__ bool is_empty() const {
-      return rows.begin >= rows.end || columns.begin >= columns.end;
+    __device__ __forceinline__ Range of(int edge) const {  // number by number: in registers
+      return {edge ? own[1].begin : own[0].begin, edge ? own[1].end : own[0].end,
+              edge ? own[1].first_tap : own[0].first_tap, edge ? own[1].last_tap : own[0].last_tap};
+    }
+    __device__ __forceinline__ bool has(int edge) const {
+      return of(edge).begin < of(edge).end && along.begin < along.end;
     }
 
-    // The composed filter of the taps that are left, and the constants'.
-    __device__ __forceinline__ void compose_filter() const {
+    // The composed filters of the taps that are left, and the constants'.
+    __device__ __forceinline__ void compose_filters() const {
       const float* const products = border.composed.products + int64_t(border.n) * kDepth * kDepth;
 #pragma unroll 2
       for (int i = threadIdx.x; i < kBorderFilter; i += kBorderThreads) {
         const int out = i % kInputChannels, in = i / kInputChannels % kInputChannels;
         const int at = i / kInputChannels / kInputChannels;
         const int below = at / kReachW - kHaloH, right = at % kReachW - kHaloW;
-        filter[i] = sum_of_taps(
-            products,
+        sum_of_taps(
+            filters + i, kBorderFilter, products,
             [&](int kh, int kw) {
               return unsigned(kh + below) < kFilterH && unsigned(kw + right) < kFilterW;
             },
@@ -123,12 +127,13 @@ template <class P> struct Bordering : Composing<P> {
             });
       }
       if (threadIdx.x < kInputChannels)
-        level[threadIdx.x] = sum_of_taps(
-            border.composed.constants + int64_t(border.n) * kDepth, [](int, int) { return true; },
+        sum_of_taps(
+            levels + threadIdx.x, kInputChannels, border.composed.constants + int64_t(border.n) * kDepth,
+            [](int, int) { return true; },
             [](int tap, int, int) { return tap * kInputChannels + int(threadIdx.x); });
     }
 
-    // x less its shift around the edge's pixels: height × pitch pixels from (top, left) on; zeros outside of
+    // x less its shift around the edges' pixels: height × pitch pixels from (top, left) on; zeros outside of
     // x.
     __device__ __forceinline__ void stage_pixels(int top, int left, int height, int pitch) const {
       const Geometry& geometry = border.geometry;
@@ -146,14 +151,16 @@ template <class P> struct Bordering : Composing<P> {
       }
     }
 
-    // Adds the products of every second row of the filter for one of the pixels.
-    __device__ __forceinline__ void multiply(float (&sum)[kInputChannels], int pixel, int second,
+    // The products for a pixel of an edge.
+    __device__ __forceinline__ void multiply(float (&sum)[kInputChannels], int edge, int pixel,
                                              int pitch) const {
-      for (int kh = kHaloH - rows.last_tap + second; kh < kReachH - rows.first_tap; kh += 2)
+      const Range rows = down ? along : of(edge), columns = down ? of(edge) : along;
+      const int row = down ? pixel : edge, column = down ? edge : pixel;
+      for (int kh = kHaloH - rows.last_tap; kh < kReachH - rows.first_tap; kh++)
         for (int kw = kHaloW - columns.last_tap; kw < kReachW - columns.first_tap; kw++) {
-          const int at = ((down ? pixel : 0) + kh) * pitch + (down ? 0 : pixel) + kw;
-          const float* from = pixels + at * kPixelPitch;
-          const float* factors = filter + (kh * kReachW + kw) * kInputChannels * kInputChannels;
+          const float* from = pixels + ((row + kh) * pitch + column + kw) * kPixelPitch;
+          const float* factors =
+              filters + edge * kBorderFilter + (kh * kReachW + kw) * kInputChannels * kInputChannels;
 #pragma unroll
           for (int c = 0; c < kInputChannels; c += 4) {
             const float4 four = *reinterpret_cast<const float4*>(from + c);
@@ -172,75 +179,87 @@ template <class P> struct Bordering : Composing<P> {
     }
 
    private:
-    // The sum over those taps of which `real` says so; all loads are under way at once.
+    // For each edge, `pitch` elements apart, the sum over those of its taps of which `real` says so; all
+    // loads are under way at once.
     template <class Real, class Index>
-    __device__ __forceinline__ float sum_of_taps(const float* from, const Real& real,
-                                                 const Index& index) const {
-      float sum = 0;
+    __device__ __forceinline__ void sum_of_taps(float* to, int pitch, const float* from, const Real& real,
+                                                const Index& index) const {
+      const auto counts = [&](int edge, int kh, int kw) {
+        const int at = down ? kw : kh, beside = down ? kh : kw;
+        return own[edge].first_tap <= at && at <= own[edge].last_tap && along.first_tap <= beside &&
+               beside <= along.last_tap;
+      };
+      float sums[2] = {};
 #pragma unroll
       for (int tap = 0; tap < kTaps; tap++) {
         const int kh = tap / kFilterW, kw = tap % kFilterW;
-        const bool counts = rows.first_tap <= kh && kh <= rows.last_tap && columns.first_tap <= kw &&
-                            kw <= columns.last_tap && real(kh, kw);
-        const float one = from[counts ? index(tap, kh, kw) : 0];
-        sum += counts ? one : 0.f;
+        const bool is_real = real(kh, kw);
+        const float one = from[is_real ? index(tap, kh, kw) : 0];
+#pragma unroll
+        for (int edge = 0; edge < 2; edge++) sums[edge] += is_real && counts(edge, kh, kw) ? one : 0.f;
       }
-      return sum;
+#pragma unroll
+      for (int edge = 0; edge < 2; edge++) to[edge * pitch] = sums[edge];
     }
   };
 
-  // Grid: samples, of which there may be more than a grid has rows; all corners, and edges. What takes
-  // longest comes first, so that it is not what the others wait for: a thread of a corner's has one load
-  // after the other, and a column's pixels lie in as many sectors.
+  // Grid: samples, of which there may be more than a grid has rows; all corners, and pairs of edges. What
+  // takes longest comes first, so that it is not what the others wait for: a thread of a corner's has one
+  // load after the other, and a column's pixels lie in as many sectors.
   __device__ __forceinline__ static void add_border(value_t* dx, const value_t* x, const float* shift,
                                                     Composed composed, Geometry geometry) {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ float level[kInputChannels];
-    __shared__ float halves[kBorderPixels][kInputChannels + 1];
+    __shared__ float levels[2 * kInputChannels];
     const Border border{dx, x, shift, composed, geometry};
     if (blockIdx.y == 0) return border.add_corners();
     const int at = int(blockIdx.y) - 1;  // of the columns, and the rows behind them
-    const bool down = at < 2 * kHaloW;
-    const int own = down ? at : at - 2 * kHaloW;
-    float* const filter = reinterpret_cast<float*>(shared);
-    const Edge edge{border,
-                    down,
-                    range_of(down ? kHaloH : own + (own >= kHaloH), kHaloH, geometry.H),
-                    range_of(down ? own + (own >= kHaloW) : kHaloW, kHaloW, geometry.W),
-                    filter,
-                    filter + kBorderFilter,
-                    level};
-    if (edge.is_empty()) return;
-    edge.compose_filter();
+    if (at < 2 * kPairsW) add_pair<true>(border, at, shared, levels);
+    else add_pair<false>(border, at - 2 * kPairsW, shared, levels);
+  }
 
-    const Range along = down ? edge.rows : edge.columns;
-    const int own_pixel = threadIdx.x % kBorderPixels, second = threadIdx.x / kBorderPixels;
-    for (int first = along.begin; first < along.end; first += kBorderPixels) {
-      const int count = min(kBorderPixels, along.end - first);
-      const int row = down ? first : edge.rows.begin, column = down ? edge.columns.begin : first;
-      const int pitch = (down ? 1 : count) + 2 * kHaloW, height = (down ? count : 1) + 2 * kHaloH;
+ private:
+  template <bool down>
+  __device__ __forceinline__ static void add_pair(const Border& border, int pair, unsigned char* shared,
+                                                  float* levels) {
+    constexpr int kHalo = down ? kHaloW : kHaloH, kOfSide = std::max(1, (kHalo + 1) / 2);  // pairs
+    const Geometry& geometry = border.geometry;
+    const auto own = [&](int number) {  // of a side's
+      if (number >= kHalo) return Range{};
+      return range_of(number + pair / kOfSide * (kHalo + 1), kHalo, down ? geometry.W : geometry.H);
+    };
+    const int first = pair % kOfSide * 2;
+    float* const filters = reinterpret_cast<float*>(shared);
+    const Edges<down> edges{
+        border,
+        {own(first), own(first + 1)},
+        down ? range_of(kHaloH, kHaloH, geometry.H) : range_of(kHaloW, kHaloW, geometry.W),
+        filters,
+        filters + 2 * kBorderFilter,
+        levels};
+    if (!edges.has(0)) return;
+    edges.compose_filters();
+
+    const int own_pixel = threadIdx.x % kBorderPixels, edge = threadIdx.x / kBorderPixels;
+    for (int begin = edges.along.begin; begin < edges.along.end; begin += kBorderPixels) {
+      const int count = min(kBorderPixels, edges.along.end - begin);
+      const int row = down ? begin : edges.own[0].begin, column = down ? edges.own[0].begin : begin;
+      const int pitch = (down ? 2 : count) + 2 * kHaloW, height = (down ? count : 2) + 2 * kHaloH;
       __syncthreads();  // the pixels have been read
-      edge.stage_pixels(row - kHaloH, column - kHaloW, height, pitch);
-      __syncthreads();  // they are there, and the filter
+      edges.stage_pixels(row - kHaloH, column - kHaloW, height, pitch);
+      __syncthreads();  // they are there, and the filters
+      if (own_pixel >= count || !edges.has(edge)) continue;
       float sum[kInputChannels] = {};
-      if (own_pixel < count) {
-        edge.multiply(sum, own_pixel, second, pitch);
-        if (second)
+      edges.multiply(sum, edge, own_pixel, pitch);
 #pragma unroll
-          for (int i = 0; i < kInputChannels; i++) halves[own_pixel][i] = sum[i];
-      }
-      __syncthreads();  // the second halves are there
-      if (!second && own_pixel < count)
-#pragma unroll
-        for (int i = 0; i < kIn; i++)
-          border.add(i, row + (down ? own_pixel : 0), column + (down ? 0 : own_pixel),
-                     level[i] + (sum[i] + halves[own_pixel][i]));
+      for (int i = 0; i < kIn; i++)
+        border.add(i, row + (down ? own_pixel : edge), column + (down ? edge : own_pixel),
+                   levels[edge * kInputChannels + i] + sum[i]);
     }
   }
 };
 
 template <class P>
-__global__ void __launch_bounds__(P::kBorderThreads, 4)
+__global__ void __launch_bounds__(P::kBorderThreads, 3)
     border_kernel(value_t* dx, const value_t* x, const float* shift, typename P::Composed composed,
                   typename P::Geometry geometry) {
   P::add_border(dx, x, shift, composed, geometry);

@@ -201,6 +201,7 @@ template <class P>
 __global__ void __launch_bounds__(P::kComposeThreads)
     compose_kernel(typename P::Composed to, const value_t* weight, typename P::Merged merged,
                    GroupShape shape) {
+  await_previous_kernel();
   __shared__ typename P::ComposeStorage storage;
   const int n = blockIdx.x;
   if (n == shape.N) {

@@ -40,7 +40,12 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
   static constexpr int kRowTiles = (kPoolH + 1) / 2;  // of products: two rows each
   // Of the filter's columns, and of products' tiles: those whose sums are in registers together.
   static constexpr int kGroupColumns = kFilterH > 9 ? 1 : 9 / kFilterH < kFilterW ? 9 / kFilterH : kFilterW;
+  // Do four warps have their products together, of nine taps at once? Then the filters lie in shared memory
+  // as [step][high, low][half of the step's channels][unit][channel in], eights of channels out side by side.
+  static constexpr bool kByFours =
+      TENSOR_CORE_WGMMA && kFilterH == 3 && kFilterW == 3 && kInputThreads % 128 == 0;
   static constexpr int kGroupTiles = kFilterH > 9 ? 1 : 2;
+  static constexpr int kHalfStep = kUnits * 8 * 16;  // bytes
 
   // The products for a row of windows, and the rows of dx under it. A thread has one column of v, and of dx,
   // and two channels in of each plane.
@@ -122,8 +127,9 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
       if (row / kPoolH < tile.geometry.pooled_height())
 #pragma unroll
         for (int first = 0; first < kPoolH; first += 2 * kGroupTiles) {
-          float d[kCount][kFilterH][kGroupTiles][4];
-          multiply_selected<kPlane, kFirst>(d, first);
+          float d[kGroupTiles][kFilterH * kCount][4];
+          if constexpr (kByFours) multiply_by_fours<kPlane>(d, first);
+          else multiply_selected<kPlane, kFirst, kCount>(d, first);
 #pragma unroll
           for (int kw = 0; kw < kCount; kw++)
 #pragma unroll
@@ -131,7 +137,7 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
 #pragma unroll
               for (int i = 0; i < kGroupTiles * 4; i++) {
                 const int of_window = first + i / 2;  // row
-                if (of_window < kPoolH) sums[kw][of_window + kh][i % 2] += d[kw][kh][i / 4][i % 4];
+                if (of_window < kPoolH) sums[kw][of_window + kh][i % 2] += d[i / 4][kh * kCount + kw][i % 4];
               }
         }
 #pragma unroll
@@ -144,33 +150,81 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
         }
     }
 
-    // d = the products of the windows' gradients at their rows from `first` on, by column and row of the
-    // filter and pair of rows.
-    template <int kPlane, int kFirst, int kCount>
-    __device__ __forceinline__ void multiply_selected(float (&d)[kCount][kFilterH][kGroupTiles][4],
-                                                      int first) const {
-      const uint4* const filters = reinterpret_cast<const uint4*>(shared);
-      const int lane = thread_index_anew() % 32, column = tile.first_column + thread_index_anew() / 4;
-      const int slot = (column / kPoolW - tile.first_window) * kSlotPitch + lane % 4;
-      const uint4* const values_at = reinterpret_cast<const uint4*>(shared + InputLayout::kValues) + slot;
-      const uint2* const places_at = reinterpret_cast<const uint2*>(shared + InputLayout::kPlaces) + slot;
-      const uint32_t place = pair_of(column % kPoolW, column % kPoolW);
-#pragma unroll
-      for (int i = 0; i < kCount * kFilterH * kGroupTiles * 4; i++) (&d[0][0][0][0])[i] = 0;
-#pragma unroll 1  // more take more registers than there are
-      for (int step = 0; step < kFilterSteps; step++) {
-        const uint4 values = values_at[step * 4];
-        const uint2 places = places_at[step * 4];
-        uint32_t high[kGroupTiles][4], low[kGroupTiles][4];
+    // A lane's windows' gradients, of four channels of a step each.
+    struct Selected {
+      const uint4* const values;
+      const uint2* const places;
+      const uint32_t place;
+      __device__ __forceinline__ Selected(const InputTile& tile, unsigned char* shared, int column)
+          : values(reinterpret_cast<const uint4*>(shared + InputLayout::kValues) + slot(tile, column)),
+            places(reinterpret_cast<const uint2*>(shared + InputLayout::kPlaces) + slot(tile, column)),
+            place(pair_of(column % kPoolW, column % kPoolW)) {}
+      // As operands, where they are at pairs of rows of their window from `first` on, and at the lane's
+      // column.
+      __device__ __forceinline__ void operands(uint32_t (&high)[kGroupTiles][4],
+                                               uint32_t (&low)[kGroupTiles][4], int step, int first) const {
+        const uint4 value = values[step * 4];
+        const uint2 at = places[step * 4];
 #pragma unroll
         for (int m = 0; m < kGroupTiles; m++)
 #pragma unroll
           for (int half = 0; half < 2; half++) {
             const uint32_t own = place + (first + 2 * m + half) * kPoolW * 0x10001;
-            const uint32_t here = equal_halves(places.x, own), next = equal_halves(places.y, own);
-            high[m][half] = values.x & here, high[m][half + 2] = values.y & next;
-            low[m][half] = values.z & here, low[m][half + 2] = values.w & next;
+            const uint32_t here = equal_halves(at.x, own), next = equal_halves(at.y, own);
+            high[m][half] = value.x & here, high[m][half + 2] = value.y & next;
+            low[m][half] = value.z & here, low[m][half + 2] = value.w & next;
           }
+      }
+
+     private:
+      __device__ __forceinline__ static int slot(const InputTile& tile, int column) {
+        return (column / kPoolW - tile.first_window) * kSlotPitch + thread_index_anew() % 4;
+      }
+    };
+
+#if TENSOR_CORE_WGMMA
+    // d = the products of the windows' gradients at their rows from `first` on, by pair of rows and tap.
+    template <int kPlane>
+    __device__ __forceinline__ void multiply_by_fours(float (&d)[kGroupTiles][kTaps][4], int first) const {
+      const Selected selected(tile, shared, tile.first_column + thread_index_anew() / 4);
+      const uint64_t filters = describe(shared_address(shared) + kPlane * kTaps * 128, kHalfStep);
+      constexpr int kPart = 2 * kHalfStep / 16, kStep = 2 * kPart;  // of a description
+#pragma unroll 1                                                    // more take more registers than there are
+      for (int step = 0; step < kFilterSteps; step++) {
+        uint32_t high[kGroupTiles][4], low[kGroupTiles][4];
+        selected.operands(high, low, step, first);
+        begin_products();
+#pragma unroll
+        for (int m = 0; m < kGroupTiles; m++) {
+          if (first + 2 * m >= kPoolH) continue;
+          multiply_add(d[m], low[m], filters + step * kStep, step > 0);
+          multiply_add(d[m], high[m], filters + step * kStep + kPart);
+          multiply_add(d[m], high[m], filters + step * kStep);
+        }
+        commit_products();
+        await_products<0>();
+      }
+#pragma unroll
+      for (int m = 0; m < kGroupTiles; m++) hold(d[m]);
+    }
+#else
+    template <int kPlane>
+    __device__ __forceinline__ void multiply_by_fours(float (&)[kGroupTiles][kTaps][4], int) const {}
+#endif
+
+    // The same, of kCount columns of the filter.
+    template <int kPlane, int kFirst, int kCount>
+    __device__ __forceinline__ void multiply_selected(float (&d)[kGroupTiles][kFilterH * kCount][4],
+                                                      int first) const {
+      const uint4* const filters = reinterpret_cast<const uint4*>(shared);
+      const int lane = thread_index_anew() % 32;
+      const Selected selected(tile, shared, tile.first_column + thread_index_anew() / 4);
+#pragma unroll
+      for (int i = 0; i < kGroupTiles * kFilterH * kCount * 4; i++) (&d[0][0][0])[i] = 0;
+#pragma unroll 1  // more take more registers than there are
+      for (int step = 0; step < kFilterSteps; step++) {
+        uint32_t high[kGroupTiles][4], low[kGroupTiles][4];
+        selected.operands(high, low, step, first);
 #pragma unroll
         for (int kw = 0; kw < kCount; kw++)
 #pragma unroll
@@ -179,13 +233,13 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
             const uint4 b = filters[(step * kUnits + unit) * 32 + lane];
 #pragma unroll
             for (int m = 0; m < kGroupTiles; m++)
-              if (first + 2 * m < kPoolH) multiply_add(d[kw][kh][m], low[m], b.x, b.y);
+              if (first + 2 * m < kPoolH) multiply_add(d[m][kh * kCount + kw], low[m], b.x, b.y);
 #pragma unroll
             for (int m = 0; m < kGroupTiles; m++)
-              if (first + 2 * m < kPoolH) multiply_add(d[kw][kh][m], high[m], b.z, b.w);
+              if (first + 2 * m < kPoolH) multiply_add(d[m][kh * kCount + kw], high[m], b.z, b.w);
 #pragma unroll
             for (int m = 0; m < kGroupTiles; m++)
-              if (first + 2 * m < kPoolH) multiply_add(d[kw][kh][m], high[m], b.x, b.y);
+              if (first + 2 * m < kPoolH) multiply_add(d[m][kh * kCount + kw], high[m], b.x, b.y);
           }
       }
     }
@@ -250,8 +304,19 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
   __device__ __forceinline__ static void fill_shared(unsigned char* shared, InputStorage& storage,
                                                      const Composed& composed, const float* shift,
                                                      const Saved& saved, const GroupShape& shape, int n) {
-    for (int i = threadIdx.x; i < Composed::kFilters; i += kInputThreads)
-      reinterpret_cast<uint4*>(shared)[i] = composed.filters[i];
+    for (int i = threadIdx.x; i < Composed::kFilters; i += kInputThreads) {
+      const uint4 fragment = composed.filters[i];
+      if constexpr (kByFours) {
+        const uint32_t parts[2][2] = {{fragment.x, fragment.y}, {fragment.z, fragment.w}};
+        const int step = i / (kUnits * 32), column = i / 4 % (kUnits * 8), pair = i % 4;
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          reinterpret_cast<uint32_t*>(shared + (step * 4 + k) * kHalfStep + column * 16)[pair] =
+              parts[k / 2][k % 2];
+      } else {
+        reinterpret_cast<uint4*>(shared)[i] = fragment;
+      }
+    }
     for (int i = threadIdx.x; i < Composed::kOfSample; i += kInputThreads)
       reinterpret_cast<uint4*>(shared + InputLayout::kComposed)[i] =
           composed.composed[int64_t(n) * Composed::kOfSample + i];
@@ -277,19 +342,24 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
     __shared__ InputStorage storage;
     const InputTile tile(geometry, tiles, stride);
     fill_shared(shared, storage, composed, shift, saved, shape, tile.n);
+#if TENSOR_CORE_WGMMA
+    publish_shared();
+#endif
     __syncthreads();  // all of that is there
     InputStage operands{tile, saved, x, storage, shared};
     const InputProducts products{tile, operands, shared};
     int row = tile.first_row();
-    auto next = operands.load_ahead(row);
+    typename InputStage::Ahead next{operands.gradients_ahead(row), {}};
+    operands.load_pixels_ahead(next, row);
     for (; row < tile.row_end; row += kPoolH) {
       operands.stage(row, next);
       __syncthreads();  // that is there; and terms have been read
       if (threadIdx.x < 2) storage.largest[(row / kPoolH + 1) % 2][threadIdx.x] = 0;
       operands.rescale(row);
       products.add_selected(row);
+      next.gradients = operands.gradients_ahead(row + kPoolH);
       if (row >= tile.row_begin) products.add_composed(row);
-      next = operands.load_ahead(row + kPoolH);
+      operands.load_pixels_ahead(next, row + kPoolH);
       __syncthreads();  // all terms are there, and what was staged has been read
       if (row >= tile.row_begin) products.write(dx, row);
     }

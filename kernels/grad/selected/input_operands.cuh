@@ -114,10 +114,13 @@ template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
       Pixel pixels[2];
     };
 
-    __device__ __forceinline__ Ahead load_ahead(int row) const {
-      const int item = thread_index_anew(), begin = first_of_x(row);
-      return Ahead{load_gradients(tile.is_pooled(row) ? item : kNoItem, row / kPoolH),
-                   {load_pixel(item, begin), load_pixel(item + kInputThreads, begin)}};
+    __device__ __forceinline__ Gradients gradients_ahead(int row) const {
+      return load_gradients(tile.is_pooled(row) ? thread_index_anew() : kNoItem, row / kPoolH);
+    }
+    __device__ __forceinline__ void load_pixels_ahead(Ahead& ahead, int row) const {
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        ahead.pixels[i] = load_pixel(thread_index_anew() + i * kInputThreads, first_of_x(row));
     }
 
     // All that the row of windows at `row` needs, by the scales that there are.

@@ -277,6 +277,7 @@ template <class P>
 __global__ void __launch_bounds__(P::kSampleThreads, 1)
     sample_kernel(typename P::Merged merged, typename P::Partial partial, typename P::Saved saved,
                   GroupShape shape, typename P::Geometry geometry) {
+  await_previous_kernel();
   P::merge_sample(merged, partial, saved, shape, geometry);
 }
 // d_weight like weight; the parameters' gradients (kOut), the last of them only if `scales`. A block
@@ -285,6 +286,7 @@ template <class P>
 __global__ void __launch_bounds__(kThreads)
     total_kernel(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias,
                  float* d_scale, typename P::Merged merged, bool scales, int N) {
+  await_previous_kernel();
   __shared__ double parts[kWarps][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = blockIdx.x * 32 + lane;
   constexpr int kWeights = P::kOut * P::kDepth;
