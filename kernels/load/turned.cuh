@@ -301,11 +301,12 @@ void planes_of_dy(const Pass& pass, const Extent& extent, const value_t* v, cons
 
 // A tile has at most kWords words, each with kPair neighbouring columns: whole rows or whole columns where
 // these are short, else at most kWide words by kTall rows. A thread has a few jobs: kVector neighbours of a
-// row or a column, or one where they don't fit. kRoom: with a word behind each row. Of an odd number
-// up to kFewColumns, as filters have, a tile's rows are one run of memory, which is read as it lies; an even
-// one would have lanes meet in few banks.
+// row or a column, or one where they don't fit. kRoom: with a word behind each row. Few columns, as filters
+// have, or few rows are one run of a tile's memory, which is read, or written, as it lies: an odd number of
+// columns, since an even one would have lanes meet in few banks (in 16 bits more are turned by matrices); of
+// rows that vectors don't fit.
 constexpr int kWide = 64, kTall = kWide * kPair, kWords = kWide * kWide, kRoom = kWords + kTall,
-              kFewColumns = 25;
+              kFewRows = 63, kFewColumns = kPair > 1 ? 25 : 63;
 
 // Of jobs, `size` in a row, the row: job / size, where neither is above 2^15.
 struct Jobs {
@@ -328,8 +329,9 @@ struct Picked {
 // height, width: of a tile; width and pitch in words. Rows and columns are below 2^32.
 struct Turning {
   unsigned rows, columns, row_tiles, column_tiles, height, width, pitch;
-  bool loads_vectors, stores_vectors, by_runs, by_matrices, aligned;  // aligned: do eights of columns lie so?
-  Jobs loads, stores;                                                 // in a row of a tile, and in a column
+  bool loads_vectors, stores_vectors, loads_runs, stores_runs, by_matrices;
+  bool aligned;        // do eights of columns lie so?
+  Jobs loads, stores;  // in a row of a tile, and in a column
   Picked picked;
 };
 
@@ -378,19 +380,29 @@ struct TurnedTile {
           reinterpret_cast<uint4*>(at)[first + k * kPlaneThreads] = values[k];
     }
   }
-  __device__ __forceinline__ void store_run(value_t* to, bool for_tf32) const {
+  // Columns of what a run was loaded to.
+  __device__ __forceinline__ void store_columns(value_t* to, bool for_tf32) const {
     const value_t* const run = reinterpret_cast<const value_t*>(at);
 #pragma unroll 1
     for (unsigned job = threadIdx.x; job < columns * turning.stores.size; job += kPlaneThreads) {
       const unsigned c = turning.stores.row(job), r = (job - c * turning.stores.size) * kRowVector;
-      if (r >= rows) continue;
-      Memory<value_t, kRowVector> values;
-#pragma unroll
-      for (int i = 0; i < kRowVector; i++) {
-        const value_t value = run[(r + i) * columns + c];
-        values.at[i] = for_tf32 ? nearest_tf32(value) : value;
-      }
-      put(to + uint64_t(c) * turning.rows + r, values);
+      if (r < rows)
+        put_rounded(to + uint64_t(c) * turning.rows + r, for_tf32,
+                    [&](int i) { return run[(r + i) * columns + c]; });
+    }
+  }
+  // All columns, of all rows that there are: a run of memory.
+  __device__ __forceinline__ void store_run(value_t* to, bool for_tf32) const {
+    const value_t* const tile = reinterpret_cast<const value_t*>(at);
+#pragma unroll 1
+    for (unsigned first = threadIdx.x * kRowVector; first < rows * columns;
+         first += kPlaneThreads * kRowVector) {
+      unsigned c = turning.stores.row(first), r = first - c * rows;
+      put_rounded(to + first, for_tf32, [&](int) {
+        const value_t value = tile[r * turning.pitch * kPair + c];
+        if (++r == rows) r = 0, c++;
+        return value;
+      });
     }
   }
   template <int K> __device__ __forceinline__ void store(value_t* to, bool for_tf32) const {
@@ -417,6 +429,17 @@ struct TurnedTile {
   }
 
  private:
+  // A vector of value(0), value(1) …
+  template <class F>
+  static __device__ __forceinline__ void put_rounded(value_t* to, bool for_tf32, const F& value) {
+    Memory<value_t, kRowVector> values;
+#pragma unroll
+    for (int i = 0; i < kRowVector; i++) {
+      const value_t own = value(i);
+      values.at[i] = for_tf32 ? nearest_tf32(own) : own;
+    }
+    put(to, values);
+  }
   static constexpr int kStores = kPair;
   template <int K> static constexpr int kLoads = K == 1 && kPair == 1 ? 8 : 4;
   // reads(k, row, place in it) and then uses(…) of a thread's jobs, `count` rows of them, kAtOnce at a time.
@@ -479,16 +502,17 @@ __global__ void __launch_bounds__(kPlaneThreads, sizeof(value_t) > 4 ? 3 : 5)
     }
   }
   const TurnedTile tile{turning, reinterpret_cast<TurnedTile::Word*>(shared), rows, columns};
-  if (turning.by_runs) {
+  if (turning.loads_runs) {
     tile.load_run(from);
     __syncthreads();  // the tile is complete
-    tile.store_run(to, for_tf32);
+    tile.store_columns(to, for_tf32);
     return;
   }
   if (turning.loads_vectors) tile.load<kVector>(from, unsigned(column));
   else tile.load<1>(from, unsigned(column));
   __syncthreads();  // the tile is complete
-  if (turning.stores_vectors) tile.store<kVector>(to, for_tf32);
+  if (turning.stores_runs) tile.store_run(to, for_tf32);
+  else if (turning.stores_vectors) tile.store<kVector>(to, for_tf32);
   else tile.store<1>(to, for_tf32);
 }
 
@@ -504,22 +528,23 @@ inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows
   if (!(N * rows * columns)) return {};
   constexpr int kSector = 32 / sizeof(value_t);
   const bool loads_vectors = !picked.width && vectors_fit(source, columns),
-             stores_vectors = vectors_fit(out, rows),
-             fits = !picked.width && rows % kRowVector == 0 && uint64_t(out) % 16 == 0,
-             by_runs = fits && columns <= kFewColumns && columns % 2 && uint64_t(source) % 16 == 0,
-             by_matrices = fits && !by_runs && sizeof(value_t) == 2;
+             stores_vectors = vectors_fit(out, rows), whole = !picked.width && uint64_t(out) % 16 == 0,
+             fits = whole && rows % kRowVector == 0,
+             loads_runs = fits && columns <= kFewColumns && columns % 2 && uint64_t(source) % 16 == 0,
+             by_matrices = fits && !loads_runs && sizeof(value_t) == 2,
+             stores_runs = whole && rows <= kFewRows && rows % kVector && columns % kRowVector == 0;
   const int64_t words = (columns + kPair - 1) / kPair;
   const int64_t most = words > kWide ? kWords / std::min<int64_t>(rows, kTall) : kWide;
   const int64_t width = share_of(words, by_matrices ? kMatrixColumns / kPair : most, kSector / kPair),
                 pitch = width | 1;
   const int64_t height = share_of(rows,
-                                  by_runs       ? kWords * kPair / columns
+                                  loads_runs    ? kWords * kPair / columns
                                   : by_matrices ? kMatrixRows
                                                 : std::min(kRoom / pitch, kWords / width),
                                   kSector);
   const unsigned row_tiles = blocks_for(rows, int(height)), column_tiles = blocks_for(words, int(width));
   const Jobs loads(width * kPair / (loads_vectors ? kVector : 1)),
-      stores(by_runs ? height / kRowVector : height / (stores_vectors ? kVector : 1));
+      stores(loads_runs ? height / kRowVector : height / (stores_vectors ? kVector : 1));
   const Turning turning{unsigned(rows),
                         unsigned(columns),
                         row_tiles,
@@ -529,7 +554,8 @@ inline Turn turn_of(value_t* out, const value_t* source, int64_t N, int64_t rows
                         unsigned(pitch),
                         loads_vectors,
                         stores_vectors,
-                        by_runs,
+                        loads_runs,
+                        stores_runs,
                         by_matrices,
                         columns % 8 == 0 && uint64_t(source) % 16 == 0,
                         loads,
