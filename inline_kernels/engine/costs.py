@@ -82,9 +82,9 @@ FEW_LIBRARY = 1.4
 # Where the library runs the tail inside, what is launched behind it can't be why it takes longer: only where stream is expected to take so much of its
 # time it runs.
 SURE_INSIDE = 0.85
-# Of filters of one tap in 16 bits, how much longer takes what turns odd planes for the library, and what stores ours (trials/one_tap.json, units.json: 16
-# images of 256 channels, 215 x 221, to 48: 326 us; 63 x 63, to 256: 56 us).
-ODD_TURNED, ODD_STORED = 1.4, 1.1
+# In 16 bits, of planes of an odd size, how much longer takes what turns x for the library; a pass from v, which it gives turned, to planes, element by element
+# (2 images of 128 channels, 155 x 263, to 192 by 3 x 3: 141 us in all, sizes/2026-11-30-h200-drawn-turned.json); and, of filters of one tap, what stores ours.
+ODD_TURNED, ODD_PASSED, ODD_STORED = 1.1, 3.5, 1.1
 # kernels/conv/one_tap.cuh: products a microsecond, of an H200's 30e6; positions of a sample that a block computes.
 ONE_TAP_START, ONE_TAP_PRODUCTS, ONE_TAP_POSITIONS = 3, 9e6, 512
 # kernels/conv/wide.cuh, that only writes v, by the bytes of a value, or where operands are split: microseconds of all, of any tile, 128 columns of a row and
@@ -392,10 +392,11 @@ def by_library(shapes: Shapes, how: Streamed) -> float:
     moved = shapes.moving(x + math.prod(filters) + v)
     products = _librarys_products(shapes, how)
     found = LIBRARY_STARTS[itemsize] + max(products, moved)
-    odd = itemsize == 2 and shapes.taps == 1 and positions // image[0] % 2
-    longer = ODD_TURNED if odd and not how.last else 1
-    if turns_for_library(shapes, how):
-        found += PACKING_START + shapes.moving(2 * x) * longer
+    turns, longer = turns_for_library(shapes, how), 1
+    if turns:
+        odd_x, odd_v = (itemsize == 2 and each // image[0] % 2 for each in (x // image[1], positions))
+        found += PACKING_START + shapes.moving(2 * x) * (ODD_TURNED if odd_x else 1)
+        longer = ODD_PASSED if odd_v else 1
     if how.beside_wide:
         by_wide = wide_microseconds(image, filters, itemsize, how.split, device)
         found = min(found, max(by_wide, LIBRARY_STARTS[itemsize] + moved))

@@ -115,6 +115,11 @@ class Job(NamedTuple):
         return math.prod(self.front.window) if self.front and self.front.pooled else 1
 
     @property
+    def gathered(self) -> int:
+        """Elements of v of which the result has one, at least: a window's, or a position's where sinks store nothing."""
+        return self.weight.shape[0] if self.sinks and not self.is_stored else self.window
+
+    @property
     def image(self) -> Image:
         """x, with zeros around it as the convolution has them."""
         around = zip(self.x.shape[2:], self.walk.before, self.walk.behind)

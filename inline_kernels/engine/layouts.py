@@ -416,7 +416,7 @@ def operands_of(
     """The library's convolution, and its operands channels last. Filters of one place that meet only some of x's positions are given these
     alone. Where eager's are channels last, all is as it is. reads_x, reads_weight: else any values do, and nothing is turned."""
     how, turns, rounds = plan.convolution, plan.turns, layout == FOR_TF32
-    if plan.last and not plan.segment.result:
+    if plan.last and not plan.segment.result and library.is_channels_last(x, weight):
         return how, Operands(itself, itself)
     filters, of_weight = Turning.of(weight, True, rounds), turns.channels_last(weight, rounds)
     if not reads_weight and filters:

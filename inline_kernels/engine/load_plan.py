@@ -113,10 +113,20 @@ class Plan:
 
 def is_last(case: Case, composed: Composed) -> bool:
     """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both?"""
-    y = case.segment.outputs[0].space
-    if not (case.last if has_channels(y) else case.convolves_last) or turns_y_alone(case, composed):
+    if has_channels(case.segment.outputs[0].space):
+        lies_so = case.last and not turns_y_alone(case, composed)
+    else:
+        lies_so = case.convolves_last or _is_turned_once(case)
+    return lies_so and all(map(can_lie_last, composed.programs))
+
+
+def _is_turned_once(case: Case) -> bool:
+    """Does the library convolve channels last, of an x in planes that is turned for it, and does nobody else bring or see what has positions and
+    channels?"""
+    others = any(has_channels(leaf.space) and leaf.space.level for leaf in case.segment.inputs[1:])
+    if case.saving or case.in_planes or others:
         return False
-    return all(map(can_lie_last, composed.programs))
+    return layouts.fastest(case.segment, case.x, case.weight, "forward") != layouts.PLANES
 
 
 def turns_y_alone(case: Case, composed: Composed) -> bool:

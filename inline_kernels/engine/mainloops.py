@@ -350,7 +350,7 @@ def _streamed(job: Job, reduces: bool) -> costs.Streamed:
         stream_splits(job),
         1,
         reduces,
-        job.window,
+        job.gathered,
         passes,
         alone=job.is_alone,
         beside_wide=not job.is_alone and _wide_stores(job),
