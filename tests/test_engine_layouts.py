@@ -76,7 +76,9 @@ def test_channels_last(tail, dtype, shape, monkeypatch, device):
     with torch.no_grad():
         x = torch.randn(shape).to(dtype)
         assert_rule(model, x, backward=False, label=tail)
-        assert bool(Run(model, x).plan.layout) == (tail in ("gates", "norm"))
+        plan = Run(model, x).plan
+        assert bool(plan.layout) == (tail in ("gates", "norm", "channels"))
+        assert plan.last == (tail == "channels")  # of v alone it hangs on: nothing is turned back
 
 
 @pytest.mark.parametrize("dx", [False, True])
@@ -99,6 +101,56 @@ def test_filters_are_turned_for_the_gradient_of_x(dx, monkeypatch, device):
     (filters,) = given
     assert filters.is_contiguous(memory_format=torch.channels_last) and filters.isnan().all() != dx
     assert not found[run.plan.weight_at].isnan().any()
+
+
+class Shifted(nn.Module):
+    """v has the gradient of what comes of it."""
+
+    def __init__(self, nd: int, doubled: bool = False):
+        super().__init__()
+        self.conv = (nn.Conv2d, nn.Conv3d)[nd - 2](3, 40, (3, 2, 2)[:nd], stride=2, padding=1)
+        self.p, self.doubled = nn.Parameter(torch.randn(40, *[1] * nd)), doubled
+
+    def forward(self, x):
+        x = self.conv(x) + self.p
+        return x * 2.0 if self.doubled else x
+
+
+@pytest.mark.parametrize("layout", range(3), ids=["planes", "turned", "TF32"])
+@pytest.mark.parametrize("last", [False, True], ids=["in planes", "channels last"])
+@pytest.mark.parametrize("nd, dtype", [(2, torch.float32), (2, torch.bfloat16), (3, torch.float32)], ids=str)
+def test_the_gradient_of_v_may_be_that_of_y(nd, dtype, last, layout, monkeypatch, device):
+    """Which no pass writes then."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    if dtype == torch.bfloat16 and layout == layouts.FOR_TF32:
+        pytest.skip("TF32 is of float32")
+    monkeypatch.setattr(layouts, "fastest", lambda *given: layout)
+    backward, given = library.convolve_backward, []
+
+    def noted(how, dz, *others):
+        given.append(dz)
+        return backward(how, dz, *others)
+
+    monkeypatch.setattr(library, "convolve_backward", noted)
+    torch.manual_seed(0)
+    model, x = Shifted(nd).to(dtype), torch.randn((2, 3, 11, 30, 6)[: 2 + nd]).to(dtype)
+    if last:
+        x = x.to(memory_format=library.channels_last(x))
+        model.conv.to(memory_format=library.channels_last(x))
+    dy = torch.randn_like(model(x)).detach()
+    run = Run(model, x, dy)
+    if layout == layouts.FOR_TF32:
+        for name, exact in reference(model, x, dy, torch.float64).items():
+            torch.testing.assert_close(run.results[name].double(), exact, rtol=0.01, atol=0.05)
+    else:
+        assert_rule(model, x)
+    composed = run.plan.composed
+    assert composed.passes_dy and "dz" not in [array.name for array in composed.backward.arrays.values()]
+    schedule.backward(run.plan, dy, run.arguments, run.saved, [True] * len(run.arguments))
+    as_it_is = layout == layouts.PLANES and not last or layout == layouts.TURNED and last
+    assert (given[-1].data_ptr() == dy.data_ptr()) or not as_it_is
+    assert not Run(Shifted(nd, True).to(dtype), x, saving=True).plan.composed.passes_dy
 
 
 class Last(nn.Module):
@@ -672,6 +724,9 @@ def test_whole_arrays_are_turned(dtype, folder, guarded):  # noqa: F811
         (2, 40, 136),
         (3, 520, 9),
         (1, 1040, 25),
+        (1, 512, 49),
+        (2, 9, 1032),
+        (1, 63, 264),
         (2, 8, 3),
         (0, 3, 4),
         (2, 0, 4),

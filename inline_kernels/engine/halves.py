@@ -52,7 +52,8 @@ def may_be_parted(plan: Plan) -> bool:
     by_sample = segment.axes[:1] == ("n",) and not (segment.random or plan.last or plan.turns_y)
     keeps_v = any(array.name == "v" for array in plan.composed.saved)
     alone = by_sample and len(segment.inputs) == 1
-    return alone and of_float32 and not keeps_v and gives_dz(plan) and _are_sums_of_samples(plan)
+    writes_dz = gives_dz(plan) and not plan.composed.passes_dy
+    return alone and of_float32 and not keeps_v and writes_dz and _are_sums_of_samples(plan)
 
 
 def in_words(plan: Plan, by_our_own: bool) -> str:

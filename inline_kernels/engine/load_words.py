@@ -18,7 +18,8 @@ def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
     composed, way = plan.composed, of_our_own(plan, x, weight, False, True).weight
     layout = UNITS if way == gradients.PACKED else plan.turns_y
     plan = replace(plan, layout=layout, without_dz=needs_no_dz(plan))
-    words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
+    words = "; backward: " + "dz is dy, " * composed.passes_dy
+    words += passes_in_words(plan, composed.backward, composed.backward_names)
     words += halves.in_words(plan, way is not None)
     ours = []
     if gives_dz(plan):

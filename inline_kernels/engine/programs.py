@@ -37,6 +37,7 @@ class Composed(NamedTuple):
     gradients: dict[Node, Root | None]
     own: source.Own
     reads_y: bool = False
+    passes_dy: bool = False  # is the gradient of v that of y itself, which no pass writes?
 
     @property
     def given(self) -> list[Array]:
@@ -60,6 +61,7 @@ class Kind(NamedTuple):
     spends_v: bool = False  # may forward write over v, once nobody needs that?
     turns_y: bool = False  # may passes turn y, as Case has it? If they all can, forward's `turns` is "y", and backward's "dy"
     reads_y: bool = False  # may backward read y in the place of a ReLU's mask? In 16 bits it reads a byte more of an element, and forward writes one less
+    passes_dy: bool = False  # may the convolution's gradients be of dy itself, where it is what they are of?
 
 
 def kind_for(case: Case) -> Kind:
@@ -71,7 +73,8 @@ def kind_for(case: Case) -> Kind:
     in_16_bits = case.x.dtype == case.dtype and case.dtype.itemsize == 2
     reads_y = case.device == "cuda" and case.saving and in_16_bits and not case.turns_y
     own_way = case.device, case.saving, channels, case.exact_order, own, operand, spends_v, case.turns_y
-    return Kind(*own_way, reads_y)
+    passes_dy = case.device == "cuda" and case.saving and case.x.dtype == case.dtype and not case.turns_y
+    return Kind(*own_way, reads_y, passes_dy and not case.segment.conv.is_nothing)
 
 
 def composed_of(segment, kind: Kind) -> Composed:
@@ -132,7 +135,7 @@ def _compose(segment, kind: Kind) -> Composed:
     turns = kind.device == "cuda"
     if turns and not segment.conv.is_nothing:
         ahead.turns = "" if any(array.name == "v" for array in saved) else "v"  # backward finds it in planes
-        if back:
+        if back and not _is_dy(gradients, z, kind):
             back.turns = _turned_gradient(gradients)
     if kind.turns_y and y.space == ELEMENTS:
         ahead.turns = "y"
@@ -145,7 +148,8 @@ def _compose(segment, kind: Kind) -> Composed:
         programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns, own
     )
     reads_y = bool(back) and any(leaf.is_leaf("y") for leaf in back.leaves())
-    return Composed(text, ahead, names, back, back_names, saved, gradients, own, reads_y)
+    passes_dy = bool(back) and _is_dy(gradients, z, kind)
+    return Composed(text, ahead, names, back, back_names, saved, gradients, own, reads_y, passes_dy)
 
 
 def _picking(own: source.Own, root: Root | None) -> source.Own:
@@ -157,6 +161,12 @@ def _picking(own: source.Own, root: Root | None) -> source.Own:
     of_level = math.prod(step or _ALL for step in level.stride) if level else _ALL
     places = own.may_pick if axis == "c" else of_level
     return own._replace(gradient="picked") if places >= strips.PICKED else own
+
+
+def _is_dy(gradients: dict[Node, Root | None], z: Node, kind: Kind) -> bool:
+    """Is v's gradient, and nobody else's, that of y, and need nobody write it?"""
+    root = gradients[z]
+    return bool(kind.passes_dy and root and root.node.is_leaf("dy")) and _turned_gradient(gradients) == "dz"
 
 
 def _turned_gradient(gradients: dict[Node, Root | None]) -> str:
@@ -204,6 +214,8 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
         if leaf.attr[1] == "input":
             of = "value"
         gradients[leaf] = roots.setdefault((node, leaf.space, of), Root(name, node, leaf.space, of))
+    if not only_v and _is_dy(gradients, z, kind):
+        roots = {key: root for key, root in roots.items() if root is not gradients[z]}
     kept = _kept([root.node for root in roots.values()], z)
     if kind.reads_y and not only_v:
         known = _masks_by_result(y, past.was(y), kept)

@@ -230,6 +230,7 @@ class Back(NamedTuple):
     frees: Sequence[int] = ()  # of what forward saved, behind the launch
     librarys_weight: bool = False  # does the library give its gradient?
     halves: Sequence[halves.Half] = ()  # of the batch, which run in launch's place
+    passes_dy: bool = False  # that is dz
 
 
 def backward(
@@ -250,7 +251,7 @@ def backward(
     x, weight, dx, dw = arguments[0], arguments[plan.weight_at], needs[0], needs[plan.weight_at]
     settings = precision(x) if settings is None else settings
     back = _back(plan, dx, dw, True, arguments, spent, settings)
-    if not back.launch:
+    if not (back.launch or back.passes_dy):
         return [None] * back.count
     # A user's hooks may give what was saved back in other strides; the library takes its operands as they come.
     given = [dy, *saved]
@@ -266,13 +267,14 @@ def backward(
         found = halves.run(back.halves, plan, back.ours, arguments, *given)
         _free(saved, back.frees)
         return _converted(found, back)
-    found = back.launch.run(arguments, *given)
+    found = back.launch.run(arguments, *given) if back.launch else [None] * (back.count + 2)
     passes = found.pop().item() if back.passes else 1
     if passes & 2:  # the library says what is infinite
         back = _back(plan, dx, dw, False, arguments, False, settings)
         *found, _ = back.launch.run(arguments, *given)
     _free(saved, back.frees)
     dweight, dz = found.pop(), found.pop()
+    dz = given[0] if back.passes_dy else dz
     found = _converted(found, back)
     if not passes:
         dz, found[0] = None, x.new_zeros(x.shape) if dx else None
@@ -342,7 +344,7 @@ def reads_y(case: Case) -> bool:
 def gradient_requests(plan: Plan, arguments: Sequence, needs: Sequence[bool]) -> list[dict]:
     """What backward for that builds once it runs: kernels of our own for the gradients of x and the weight."""
     x, weight, program = arguments[0], arguments[plan.weight_at], plan.composed.backward
-    if not (program and program.roots):
+    if not (program and (program.roots or plan.composed.passes_dy)):
         return []
     ways, _, layout = _ways_back(plan, needs[0], needs[plan.weight_at], True, x, weight)
     last = _comes_last(plan, program, _turned(plan, program, layout))
@@ -378,7 +380,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     x, weight = arguments[0], arguments[plan.weight_at]
     ways, of_library, layout = _ways_back(plan, dx, dw, own, x, weight)
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
-    if not (program and program.roots):
+    if not (program and (program.roots or composed.passes_dy)):
         return Back(None, plan.weight_at + len(segment.parameters))
     own, given, shapes = bool(own and dw and divided), ["dy", *[array.name for array in composed.given]], {}
     names, converted = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters], []
@@ -402,10 +404,11 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     )  # else it is an input's gradient, too
     given += ["dz"] * bool(over)
     found = [root and root.name for root in map(roots.get, names)]
-    has_dz, passes = roots["z"] and not without_dz, ["passes"] * bool(divided)
+    has_dz = roots["z"] and not (without_dz or composed.passes_dy)
+    passes = ["passes"] * bool(divided)
     returned = *found, "dz" if has_dz else None, "dweight" if own else None, *passes
     launching = functools.partial(_launch_back, given=given, shapes=shapes, returned=returned)
-    launch = launching(side, arguments)
+    launch = launching(side, arguments) if program.roots else None
     parts = halves.planned(side, arguments, launching) if dw and not dx and ways.weight else ()
     given_by_library, filters = None, None
     last = _comes_last(plan, program, side.layout)
@@ -424,6 +427,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         [i for i, a in enumerate(composed.saved) if a.space.level and not (over and a.name == "v")] * spent,
         of_library[1],
         parts,
+        composed.passes_dy,
     )
 
 
