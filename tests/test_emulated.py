@@ -195,7 +195,7 @@ def translate_headers(replaced: tuple, headers: Path) -> None:
         header = headers / path.relative_to(inline_loader.KERNELS)
         header.parent.mkdir(parents=True, exist_ok=True)
         header.write_text(translated(path.read_text(), replaced))
-    for emulated in ("tensor_core.cuh", "tensor_map.cuh"):
+    for emulated in ("tensor_core.cuh", "tensor_map.cuh", "wgmma.cuh"):
         shutil.copy(EMULATION / emulated, headers / "core")
     shutil.copy(EMULATION / "cooperative_groups.h", headers)
 

@@ -112,7 +112,8 @@ SMALL = {
 def emulated_kernels(kernels: Path) -> None:
     """Copies the kernels, with the tensor cores of tests/emulation."""
     shutil.copytree(inline_loader.KERNELS, kernels)
-    shutil.copy(test_emulated.EMULATION / "tensor_core.cuh", kernels / "core")
+    for header in ("tensor_core.cuh", "wgmma.cuh"):
+        shutil.copy(test_emulated.EMULATION / header, kernels / "core")
 
 
 def compiled_for_the_cpu(folder: Path, text: str, library: Path) -> None:  # noqa: F811

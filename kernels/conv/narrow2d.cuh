@@ -22,6 +22,7 @@
 #pragma once
 #include "conv/narrow2d_rows.cuh"
 #include "core/sinks.cuh"
+#include "core/wgmma.cuh"
 #include "host/tensor.h"
 
 namespace conv::narrow2d {

@@ -2,7 +2,7 @@
 // of the gradients, pass operands to the consumers. All of a block's threads go through the stages in the
 // same order.
 #pragma once
-#include "core/tensor_core.cuh"
+#include "core/wgmma.cuh"
 
 namespace conv {
 

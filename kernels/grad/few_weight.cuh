@@ -27,6 +27,7 @@
 #include "conv/shape.h"
 #include "conv/wide_operands.cuh"
 #include "core/reduce.cuh"
+#include "core/wgmma.cuh"
 #include "host/tensor.h"
 
 namespace grad::few {

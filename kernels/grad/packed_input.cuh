@@ -5,6 +5,7 @@
 // GFLOP 0.34 ms by wgmma, memory 0.25 ms.
 #pragma once
 #include "conv/wide.cuh"
+#include "core/wgmma.cuh"
 #include "grad/packed.cuh"
 
 namespace grad {

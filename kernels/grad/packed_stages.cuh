@@ -2,6 +2,7 @@
 // strips of rows of packed operands come to shared memory.
 #pragma once
 #include "conv/stream_operands.cuh"
+#include "core/wgmma.cuh"
 #include "grad/packed.cuh"
 #include "grad/wide_weight.cuh"
 

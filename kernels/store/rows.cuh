@@ -3,7 +3,7 @@
 // A warp hands over 16 channels × 8·kTiles pixels of a row, as products leave them: lane 4 g + t has pixels
 // 8 j + 2 t and the next, of channel g in [j][0] and [j][1], of channel g + 8 in [j][2] and [j][3].
 #pragma once
-#include "core/tensor_core.cuh"
+#include "core/wgmma.cuh"
 #include "core/vector.cuh"
 #include "store/edge.cuh"
 

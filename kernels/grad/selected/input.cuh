@@ -15,6 +15,7 @@
 // 8 columns of two rows of v. A position of v reaches KERNEL_W columns of dx: what it adds there is a term.
 // Terms add up in registers down a column of v and, across columns, in shared memory.
 #pragma once
+#include "core/wgmma.cuh"
 #include "grad/selected/input_operands.cuh"
 
 namespace grad::selected {
