@@ -35,12 +35,14 @@ def assert_gradients(model, x, module=None):
         ((9, 16, (3, 4), 2, (16, 1, 1), (3, 5), 0.5, -0.5), (1, 9, 9, 12)),  # two planes, bounds swapped
         ((2, 32, (1, 4), 8, (32, 1, 1), (2, 2), -0.5, 1.0), (2, 2, 5, 140)),  # rows longer than a tile
         ((3, 16, (2, 1), 2, (16, 1, 1), (2, 3), -0.5, 1.0), (1, 3, 3, 3)),  # one window
+        ((9, 16, 3, 2, (16, 1, 1), (5, 2), 0.5, -0.5), (2, 9, 14, 13)),  # two planes, an odd number of rows
     ],
     ids=str,
 )
-def test_sizes(arguments, shape, gpu):  # noqa: F811
+@pytest.mark.parametrize("architecture", [800, 900])
+def test_sizes(arguments, shape, architecture, gpu):  # noqa: F811
     model, x = numerics.build(POOL, arguments), numerics.random_input(shape)
-    gpu(multiprocessors=1 if len(x) == 1 or arguments[1] == 32 else 9)
+    gpu(architecture=architecture, multiprocessors=1 if len(x) == 1 or arguments[1] == 32 else 9)
     assert_gradients(model, x)
 
 
@@ -134,7 +136,7 @@ def test_values(change, gpu):  # noqa: F811
     model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
     with torch.no_grad():
         change(model, x)
-    gpu()
+    gpu(architecture=900)
     assert_gradients(model, x)
 
 

@@ -103,24 +103,39 @@ def test_filters_are_turned_for_the_gradient_of_x(dx, monkeypatch, device):
     assert not found[run.plan.weight_at].isnan().any()
 
 
-class Shifted(nn.Module):
-    """v has the gradient of what comes of it."""
+SHIFTED = {  # tails behind which v's gradient is y's, and, behind the line, others that are like it
+    "a parameter": lambda m, v: v + m.p,
+    "a number": lambda m, v: v + 1.0,
+    # ----
+    "twice": lambda m, v: (v + m.p) * 2.0,
+    "channels": lambda m, v: torch.sum(v + m.p, 1),
+    "positions": lambda m, v: torch.sum(v + m.p, (2, 3)),
+    "flat": lambda m, v: (v + m.p).flatten(2),
+    "an axis more": lambda m, v: (v + m.p).unsqueeze(1),
+}
 
-    def __init__(self, nd: int, doubled: bool = False):
+
+class Shifted(nn.Module):
+    def __init__(self, nd: int, tail: str = "a parameter", bias: bool = True):
         super().__init__()
-        self.conv = (nn.Conv2d, nn.Conv3d)[nd - 2](3, 40, (3, 2, 2)[:nd], stride=2, padding=1)
-        self.p, self.doubled = nn.Parameter(torch.randn(40, *[1] * nd)), doubled
+        convolution = (nn.Conv2d, nn.Conv3d)[nd - 2]
+        self.conv = convolution(3, 40, (3, 2, 2)[:nd], stride=2, padding=1, bias=bias)
+        self.p, self.tail = nn.Parameter(torch.randn(40, *[1] * nd)), SHIFTED[tail]
 
     def forward(self, x):
-        x = self.conv(x) + self.p
-        return x * 2.0 if self.doubled else x
+        return self.tail(self, self.conv(x))
 
 
-@pytest.mark.parametrize("layout", range(3), ids=["planes", "turned", "TF32"])
-@pytest.mark.parametrize("last", [False, True], ids=["in planes", "channels last"])
+def lying_last(model: Shifted, x: torch.Tensor) -> torch.Tensor:
+    model.conv.to(memory_format=library.channels_last(x))
+    return x.to(memory_format=library.channels_last(x))
+
+
+@pytest.mark.parametrize("layout", [layouts.TURNED, layouts.FOR_TF32], ids=["turned", "TF32"])
 @pytest.mark.parametrize("nd, dtype", [(2, torch.float32), (2, torch.bfloat16), (3, torch.float32)], ids=str)
-def test_the_gradient_of_v_may_be_that_of_y(nd, dtype, last, layout, monkeypatch, device):
-    """Which no pass writes then."""
+@pytest.mark.parametrize("tail, bias", [("a parameter", True), ("a number", False)], ids=str)
+def test_the_gradient_of_v_may_be_that_of_y(tail, bias, nd, dtype, layout, monkeypatch, device):
+    """Which no pass writes then; of whatever is asked for."""
     if device == "cpu":
         pytest.skip("a GPU's way")
     if dtype == torch.bfloat16 and layout == layouts.FOR_TF32:
@@ -134,23 +149,39 @@ def test_the_gradient_of_v_may_be_that_of_y(nd, dtype, last, layout, monkeypatch
 
     monkeypatch.setattr(library, "convolve_backward", noted)
     torch.manual_seed(0)
-    model, x = Shifted(nd).to(dtype), torch.randn((2, 3, 11, 30, 6)[: 2 + nd]).to(dtype)
-    if last:
-        x = x.to(memory_format=library.channels_last(x))
-        model.conv.to(memory_format=library.channels_last(x))
+    model, x = Shifted(nd, tail, bias).to(dtype), torch.randn((2, 3, 11, 30, 6)[: 2 + nd]).to(dtype)
+    x = lying_last(model, x)
     dy = torch.randn_like(model(x)).detach()
-    run = Run(model, x, dy)
-    if layout == layouts.FOR_TF32:
-        for name, exact in reference(model, x, dy, torch.float64).items():
-            torch.testing.assert_close(run.results[name].double(), exact, rtol=0.01, atol=0.05)
-    else:
-        assert_rule(model, x)
+    run, exact = Run(model, x, dy), reference(model, x, dy, torch.float64)
     composed = run.plan.composed
     assert composed.passes_dy and "dz" not in [array.name for array in composed.backward.arrays.values()]
-    schedule.backward(run.plan, dy, run.arguments, run.saved, [True] * len(run.arguments))
-    as_it_is = layout == layouts.PLANES and not last or layout == layouts.TURNED and last
-    assert (given[-1].data_ptr() == dy.data_ptr()) or not as_it_is
-    assert not Run(Shifted(nd, True).to(dtype), x, saving=True).plan.composed.passes_dy
+    if layout == layouts.FOR_TF32:
+        assert torch.equal(given[-1], rounded(dy)) and given[-1].data_ptr() != dy.data_ptr()
+        for name, gradient in exact.items():
+            torch.testing.assert_close(run.results[name].double(), gradient, rtol=0.01, atol=0.05)
+    else:
+        assert given[-1].data_ptr() == dy.data_ptr()
+        assert_rule(model, x)
+    everything, count = [run.results[f"gradient of {n}"] for n in ("x", *run.segment.parameters)], len(given)
+    for i, found in enumerate(everything):
+        needs = [j == i for j in range(len(run.arguments))]
+        gradients = schedule.backward(run.plan, dy, run.arguments, run.saved, needs)
+        torch.testing.assert_close(gradients[i], found)
+    assert len(given) == count + 2  # of x, and of the weight
+
+
+@pytest.mark.parametrize("tail", [*SHIFTED][2:])
+def test_what_only_looks_like_the_gradient_of_v(tail, monkeypatch, device):
+    """It has other axes than v, or other values."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(layouts, "fastest", lambda *given: layouts.TURNED)
+    torch.manual_seed(0)
+    model = Shifted(2, tail)
+    for x in (torch.randn(2, 3, 11, 30), lying_last(model, torch.randn(2, 3, 11, 30))):
+        assert not assert_rule(model, x).plan.composed.passes_dy
+    planes = Shifted(2)  # where a pass turns dz as it writes it
+    assert not Run(planes, torch.randn(2, 3, 11, 30), saving=True).plan.composed.passes_dy
 
 
 class Last(nn.Module):

@@ -139,7 +139,7 @@ WIDE_TAIL, SECOND, INSTRUCTION = 0.3, 0.45, 0.042
 class Streamed(NamedTuple):
     """How kernels/conv/stream.cuh convolves. packs: is x packed first, but for views, of which it always is? split: are operands two float16? folded:
     taps of which a row of operands has the pixels, VIEWS, or PLANES, which are read as they lie; plane: then positions of one; reduces: does a tile have room for what becomes of v beside its sums? window:
-    elements of v that are pooled to one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved;
+    elements of v of which the result has one (jobs.py's `gathered`); passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved;
     beside_wide: could kernels/conv/wide.cuh write v? dilation: the filter's; views: the microseconds of those, of a result that is stored, if they could
     be; last: does x lie channels last? inside: would the library run the tail inside its convolution? shared: may a tile's products be shares, which are
     added behind?"""
@@ -392,17 +392,18 @@ def by_library(shapes: Shapes, how: Streamed) -> float:
     moved = shapes.moving(x + math.prod(filters) + v)
     products = _librarys_products(shapes, how)
     found = LIBRARY_STARTS[itemsize] + max(products, moved)
-    turns, longer = turns_for_library(shapes, how), 1
-    if turns:
+    behind = how.passes * PACKING_START + shapes.moving(how.passes * v + v / how.window)
+    if turns_for_library(shapes, how):
         odd_x, odd_v = (itemsize == 2 and each // image[0] % 2 for each in (x // image[1], positions))
         found += PACKING_START + shapes.moving(2 * x) * (ODD_TURNED if odd_x else 1)
-        longer = ODD_PASSED if odd_v else 1
+        if odd_v and how.window == 1:  # then the result is of v's size, in planes
+            behind += (ODD_PASSED - 1) * shapes.moving(2 * v)
     if how.beside_wide:
         by_wide = wide_microseconds(image, filters, itemsize, how.split, device)
         found = min(found, max(by_wide, LIBRARY_STARTS[itemsize] + moved))
     if how.alone or how.inside:
         return found
-    return found + how.passes * PACKING_START + shapes.moving(how.passes * v + v / how.window) * longer
+    return found + behind
 
 
 def pass_microseconds(shapes: Shapes) -> float:

@@ -425,7 +425,7 @@ def operands_of(
         of_x = lambda image: turns.channels_last(image, rounds)(image)  # noqa: E731
         return how, Operands(of_x, of_weight, filters)
     stride, padding, *rest = how.settings
-    meets_all = math.prod(stride) == 1 or any(padding) or plan.last
+    meets_all = math.prod(stride) == 1 or any(padding) or bool(plan.last and plan.segment.result)
     if x.dim() != 4 or math.prod(weight.shape[2:]) > 1 or meets_all or library.is_channels_last(x):
         if not (reads_x or library.is_channels_last(x)):
             return how, Operands(_standing_in(x, library.channels_last(x)), of_weight, filters)

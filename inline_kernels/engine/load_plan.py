@@ -55,7 +55,7 @@ class Plan:
     again: Callable[[Plan, Sequence, Sequence[str], Mapping, Sequence], Launch] | None = None
     layout: int = 0  # of what forward's passes turn, or backward's (`Program.turns`): kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
-    last: bool = False  # are all arrays of positions and channels channels last? Then so is y
+    last: bool = False  # are all arrays of positions and channels channels last? Then so is y, if it has both
     turns_y: int = 0  # … or it alone, and its gradient, while x is in planes: in which layout
     launch: Launch | None = None
     in_place: bool = False
@@ -112,7 +112,7 @@ class Plan:
 
 
 def is_last(case: Case, composed: Composed) -> bool:
-    """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both?"""
+    """Are all arrays of positions and channels channels last, as y, if that has both? Else as eager's v, or as x is turned for the library."""
     if has_channels(case.segment.outputs[0].space):
         lies_so = case.last and not turns_y_alone(case, composed)
     else:
@@ -123,7 +123,7 @@ def is_last(case: Case, composed: Composed) -> bool:
 def _is_turned_once(case: Case) -> bool:
     """Does the library convolve channels last, of an x in planes that is turned for it, and does nobody else bring or see what has positions and
     channels?"""
-    others = any(has_channels(leaf.space) and leaf.space.level for leaf in case.segment.inputs[1:])
+    others = any(has_channels(leaf.space) for leaf in case.segment.inputs[1:])
     if case.saving or case.in_planes or others:
         return False
     return layouts.fastest(case.segment, case.x, case.weight, "forward") != layouts.PLANES

@@ -61,7 +61,7 @@ class Kind(NamedTuple):
     spends_v: bool = False  # may forward write over v, once nobody needs that?
     turns_y: bool = False  # may passes turn y, as Case has it? If they all can, forward's `turns` is "y", and backward's "dy"
     reads_y: bool = False  # may backward read y in the place of a ReLU's mask? In 16 bits it reads a byte more of an element, and forward writes one less
-    passes_dy: bool = False  # may the convolution's gradients be of dy itself, where it is what they are of?
+    passes_dy: bool = False  # may the convolution's gradients be of dy itself, where it is v's gradient?
 
 
 def kind_for(case: Case) -> Kind:
@@ -73,8 +73,17 @@ def kind_for(case: Case) -> Kind:
     in_16_bits = case.x.dtype == case.dtype and case.dtype.itemsize == 2
     reads_y = case.device == "cuda" and case.saving and in_16_bits and not case.turns_y
     own_way = case.device, case.saving, channels, case.exact_order, own, operand, spends_v, case.turns_y
-    passes_dy = case.device == "cuda" and case.saving and case.x.dtype == case.dtype and not case.turns_y
-    return Kind(*own_way, reads_y, passes_dy and not case.segment.conv.is_nothing)
+    return Kind(*own_way, reads_y, _may_pass_dy(case))
+
+
+def _may_pass_dy(case: Case) -> bool:
+    """May the convolution's gradients be of dy as it comes? It has v's axes and type then, and lies channels last: in planes a pass turns dz, or packs it, as it
+    writes it."""
+    segment = case.segment
+    axes = "n", "c", *map(str, range(segment.graph.dimensions))
+    alike = tuple(segment.axes) == axes and case.x.dtype == case.dtype
+    lies_last = case.device == "cuda" and case.last and not case.turns_y
+    return case.saving and alike and lies_last and not segment.conv.is_nothing
 
 
 def composed_of(segment, kind: Kind) -> Composed:
@@ -166,7 +175,8 @@ def _picking(own: source.Own, root: Root | None) -> source.Own:
 def _is_dy(gradients: dict[Node, Root | None], z: Node, kind: Kind) -> bool:
     """Is v's gradient, and nobody else's, that of y, and need nobody write it?"""
     root = gradients[z]
-    return bool(kind.passes_dy and root and root.node.is_leaf("dy")) and _turned_gradient(gradients) == "dz"
+    alike = bool(kind.passes_dy and root and root.node.is_leaf("dy")) and root.node.space == ELEMENTS
+    return alike and _turned_gradient(gradients) == "dz"
 
 
 def _turned_gradient(gradients: dict[Node, Root | None]) -> str:
@@ -227,7 +237,7 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
     if z in kept:  # a CPU computes what is at picked channels once, in its registers
         own = _OwnPlace(graph, "cs" if kind.device == "cuda" else "s")
         roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
-    nodes = factored([root.node for root in roots.values()])
+    nodes = factored([root.node for root in roots.values()]) if roots else []
     if z in kept and kind.device == "cuda":
         nodes = [_of_own_positions(node) for node in nodes]
     roots = {key: root._replace(node=node) for (key, root), node in zip(roots.items(), nodes)}

@@ -39,10 +39,10 @@ template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
   static constexpr int kNoItem = 1 << 20;           // of a tile's windows
   static constexpr int kOfZeros = 126;              // exponent
 
-  // Dynamic shared memory, where each part begins, in bytes: the filters and the sample's composed one, as in
-  // Composed; the ring of x [part][plane][row][column], 8 channels each; of the windows' gradients the values
-  // and the places, [window][four channels]; the terms of dx [plane][filter's column][row][column], 8
-  // channels.
+  // Dynamic shared memory, where each part begins, in bytes: the filters, as in Composed or as `kByFours` in
+  // input.cuh says, and the sample's composed one, as in Composed; the ring of x [part][plane][row][column],
+  // 8 channels each; of the windows' gradients the values and the places, [window][four channels]; the terms
+  // of dx [plane][filter's column][row][column], 8 channels.
   struct InputLayout {
     static constexpr int kComposed = Composed::kFilters * 16, kPixels = kComposed + Composed::kOfSample * 16;
     static constexpr int kValues = kPixels + 2 * kRingPart;
@@ -91,7 +91,7 @@ template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
   // Brings to shared memory what the products read for a row of windows: its gradients, and the rows of x
   // that the ring has not. All rows have the scales of those before, which few outgrow: then what is there is
   // staged anew. Items are shared out among the threads, whose first ones are loaded before the products of
-  // the rows before, and held after them.
+  // the rows before, or between them, and held after them.
   struct InputStage {
     const InputTile& tile;
     const Saved& saved;
