@@ -77,8 +77,9 @@ def test_channels_last(tail, dtype, shape, monkeypatch, device):
         x = torch.randn(shape).to(dtype)
         assert_rule(model, x, backward=False, label=tail)
         plan = Run(model, x).plan
-        assert bool(plan.layout) == (tail in ("gates", "norm", "channels"))
-        assert plan.last == (tail == "channels")  # of v alone it hangs on: nothing is turned back
+        turned, last = bool(plan.layout), plan.last
+        assert turned == (tail in ("gates", "norm", "channels"))
+        assert last == (tail == "channels")  # whose result hangs on v alone: nothing is turned back
 
 
 @pytest.mark.parametrize("dx", [False, True])
