@@ -390,6 +390,22 @@ def test_model_that_is_no_eager_module():
         fuse(torch.compile(Pointwise(), backend="eager"))
 
 
+@pytest.mark.filterwarnings("ignore:.*lazy.*")
+def test_lazy_parts():
+    """Eager runs until they have parameters; a lazy module itself could not become another class."""
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3)),
+        torch.randn(2, 3, 9, 9),
+    )
+    fast = fuse(model, example_inputs=x)
+    assert str(fast.plan(x)) == "eager: 3 gets its parameters in its first call"
+    torch.testing.assert_close(fast(x), model(x))
+    assert fast.plan(x)[0].runs != "eager"
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError, match="expected a module with parameters, got a LazyConv2d"):
+        fuse(nn.LazyConv2d(8, 3))
+
+
 class Steered(nn.Module):
     """By a value of its input."""
 

@@ -25,6 +25,7 @@ from fused_pairs import (  # noqa: F401
     pair,
     runs,
 )
+from inline_kernels import fuse
 
 # --------------------------------------------------------------------------------------------------------- transformations
 
@@ -104,6 +105,45 @@ def test_traces(kind):
         with torch.set_grad_enabled(wanted):
             traced = torch.jit.trace(fast, x)
             torch.testing.assert_close(traced(x * 2), model(x * 2))
+    fast = pair(kind, called=False)[1]  # whose forward is captured at its first call
+    fast.load_state_dict(model.state_dict())
+    torch.testing.assert_close(torch.jit.trace(fast, x)(x * 2), model(x * 2))
+
+
+class Scripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return forward_of(self.conv(x))
+
+
+forward_of = nn.functional.gelu  # a name that this file alone knows
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripts():
+    """Of the user's forward; the fused module is what it was."""
+    model, x = Scripted(), torch.randn(2, 3, 8, 9)
+    fast = fuse(model)
+    modules = dict(fast.named_modules())
+    scripted = torch.jit.script(fast)
+    torch.testing.assert_close(scripted(x), model(x))
+    assert dict(fast.named_modules()) == modules and [*scripted.parameters()][0] is model.conv.weight
+    assert_same(fast, model, x)
+
+
+@every_model
+def test_symbolic_traces(kind):
+    """torch.fx sees the user's forward, of a model and of a part, before other calls and after."""
+    for called in (False, True):
+        model, fast, x = pair(kind, called=called)
+        theirs = torch.fx.symbolic_trace(model)
+        assert str(torch.fx.symbolic_trace(fast).graph) == str(theirs.graph)
+        traced = torch.fx.symbolic_trace(nn.Sequential(fast, nn.Identity()))
+        torch.testing.assert_close(traced(x), model(x))
+        assert_same(fast, model, x)
 
 
 @pytest.mark.parametrize("kind, training", [*((kind, False) for kind in INPUTS), (Residual, True)])

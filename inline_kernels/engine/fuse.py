@@ -58,13 +58,17 @@ def fuse(
     than eager. tune: the first call of a kind times what can run, eager among it, and the fastest is kept, in the loader's folder; which that
     is, and so the last digits of results, may differ from machine to machine. The result has `plan(*inputs)` and `source(*inputs, segment=0)`.
 
-    Raises TypeError for what is no eager module: one that torch.compile or torch.jit made.
+    Raises TypeError for what is no eager module: one that torch.compile or torch.jit made; and for one of torch.nn's lazy ones, unless it is a part.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got a {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch._dynamo"):
         raise TypeError(
             f"expected an eager module, got a {type(model).__name__}: fuse the module that it was made of"
+        )
+    if getattr(model, "cls_to_become", None) is not None:
+        raise TypeError(
+            f"expected a module with parameters, got a {type(model).__name__}, which gets them in its first call"
         )
     fused = _new(plain_class(type(model)), Options(bool(exact_order), bool(tune)))
     attributes = vars(model).items()
@@ -155,6 +159,8 @@ class Fused:
         if watched and torch.compiler.is_compiling():
             run = compiled.function_for(self, inputs, keywords)
             return self._eager(*inputs, **keywords) if run is None else run(self, *inputs)
+        if watched and torch.jit.is_tracing():  # sizes are tensors there
+            return self._eager(*inputs, **keywords)
         structure = structure_of(self, inputs, keywords)
         given = inputs  # structure.given(inputs, keywords), which are mostly all
         if structure.run is None or keywords or len(inputs) != len(structure.arguments):
@@ -171,6 +177,12 @@ class Fused:
 
     def _eager(self, *inputs, **keywords):
         return super().forward(*inputs, **keywords)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """The user's module with the same parameters, in this one's place for torch.jit.script, which puts it there in what holds this one, too."""
+        plain = self._unfused.__new__(self._unfused)
+        vars(plain).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(self).items()})
+        return plain
 
     def __getstate__(self):
         """As of the user's class: what is kept is made anew."""
@@ -212,9 +224,9 @@ def _class_of(base: type) -> type:
 
 
 def signed(function: types.FunctionType, like: Callable) -> types.FunctionType:
-    """A copy of `function` with the signature and the docstring of `like`."""
+    """A copy of `function` with the signature and the docstring of `like`, which it wraps: torch.fx looks for arguments there."""
     made = types.FunctionType(function.__code__, function.__globals__, "forward", None, function.__closure__)
-    made.__doc__ = like.__doc__
+    made.__doc__, made.__wrapped__ = like.__doc__, like
     with contextlib.suppress(ValueError, TypeError):
         made.__signature__ = inspect.signature(like)
     return made

@@ -9,6 +9,7 @@ from operator import is_
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import _disable_current_modes
 
 import inline_loader
@@ -256,6 +257,8 @@ def _unfit(model: nn.Module, kind: tuple | None) -> str:
             not name or not type(module).__module__.startswith("torch.")
         ):
             return f"{name or 'the model'} has parametrizations"
+        if isinstance(module, LazyModuleMixin):
+            return f"{name or 'the model'} gets its parameters in its first call"
     return ""
 
 
