@@ -338,7 +338,7 @@ FAULTS = [
     Fault("kernels/store/positions.cuh", "whole &= real[i] && to[i] == to[0] + i;", "if (i < 2) whole &= real[i] && to[i] == to[0] + i;", "test_engine_direct.py -k behind_views"),
     Fault("inline_kernels/engine/tiling.py", "room // (staging + stage)", "room // stage", "test_engine_direct.py -k room_for"),
     Fault("inline_kernels/engine/between.py", "rounds_for_library(segment, x, weight) and not convolves_last", "rounds_for_library(segment, x, weight) or not convolves_last", "test_engine_between.py"),
-    Fault("inline_kernels/engine/schedule.py", "plan.runs = PLANES if plan.turns_y else plan.runs if keeps else TURNED", "plan.runs = plan.runs if keeps else TURNED", "test_engine_layouts.py -k y_alone"),
+    Fault("inline_kernels/engine/schedule.py", "        plan.runs = PLANES\n    elif", "        plan.runs = TURNED\n    elif", "test_engine_layouts.py -k y_alone"),
     Fault("kernels/cpu/picked_gradient.h", "row % kRows * down", "row % 2 * down", "test_engine_strips.py -k picked"),
     Fault("kernels/cpu/picked_gradient.h", "(first + w) * sizes.C", "w * sizes.C", "test_engine_strips.py -k picked"),
     Fault("kernels/cpu/picked_gradient.h", "odd[row] = zero != 0;", "", "test_engine_strips.py -k 'picked and finite'"),

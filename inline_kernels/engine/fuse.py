@@ -70,9 +70,7 @@ def fuse(
         raise TypeError(
             f"expected a module with parameters, got a {type(model).__name__}, which gets them in its first call"
         )
-    fused = _new(plain_class(type(model)), Options(bool(exact_order), bool(tune)))
-    attributes = vars(model).items()
-    vars(fused).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in attributes})
+    fused = sharing(model, _new(plain_class(type(model)), Options(bool(exact_order), bool(tune))))
     if example_inputs is not None:
         given = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
         structure_of(fused, given, {}).build(fused, given, {}, (False, True))
@@ -180,9 +178,7 @@ class Fused:
 
     def __prepare_scriptable__(self) -> nn.Module:
         """The user's module with the same parameters, in this one's place for torch.jit.script, which puts it there in what holds this one, too."""
-        plain = self._unfused.__new__(self._unfused)
-        vars(plain).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(self).items()})
-        return plain
+        return sharing(self, self._unfused.__new__(self._unfused))
 
     def __getstate__(self):
         """As of the user's class: what is kept is made anew."""
@@ -221,6 +217,12 @@ def _class_of(base: type) -> type:
             )
             found = _classes[base] = made
     return found
+
+
+def sharing(model: nn.Module, made: nn.Module) -> nn.Module:
+    """`made`, with the same Parameters, buffers, submodules and whatever else `model` has, in tables of its own."""
+    vars(made).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(model).items()})
+    return made
 
 
 def signed(function: types.FunctionType, like: Callable) -> types.FunctionType:

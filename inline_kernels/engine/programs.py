@@ -116,8 +116,10 @@ def _compose(segment, kind: Kind) -> Composed:
     z = graph.leaf("z", ELEMENTS, "z")
     roots, back, saved, gradients = [Root("y", y, y.space, "output")], None, [], {}
     roots += running_statistics(segment, statistics_of)
+    passes_dy = False
     if kind.saving:
         back, saved, gradients = _backward_program(graph, y, z, kind)
+        passes_dy = _is_dy(gradients, z, kind)
         known = {root.node for root in roots}
         for array, node in saved:
             if node is not z:  # what leaves already is written once more
@@ -144,7 +146,7 @@ def _compose(segment, kind: Kind) -> Composed:
     turns = kind.device == "cuda"
     if turns and not segment.conv.is_nothing:
         ahead.turns = "" if any(array.name == "v" for array in saved) else "v"  # backward finds it in planes
-        if back and not _is_dy(gradients, z, kind):
+        if back and not passes_dy:
             back.turns = _turned_gradient(gradients)
     if kind.turns_y and y.space == ELEMENTS:
         ahead.turns = "y"
@@ -157,7 +159,6 @@ def _compose(segment, kind: Kind) -> Composed:
         programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns, own
     )
     reads_y = bool(back) and any(leaf.is_leaf("y") for leaf in back.leaves())
-    passes_dy = bool(back) and _is_dy(gradients, z, kind)
     return Composed(text, ahead, names, back, back_names, saved, gradients, own, reads_y, passes_dy)
 
 

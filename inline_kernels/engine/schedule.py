@@ -97,12 +97,15 @@ def _lay_out(plan: Plan, case: Case) -> None:
 def _set_layout(plan: Plan, case: Case, own: bool) -> None:
     _lay_out(plan, case)
     plan.runs = PLANES if own else layouts.fastest(case.segment, case.x, case.weight, "forward")
-    if plan.last or plan.turns_y:
-        keeps = plan.runs and not library.is_channels_last(case.x)  # x is turned, and rounded, anyway
-        plan.runs = PLANES if plan.turns_y else plan.runs if keeps else TURNED
-        if between.rounds_for_library(case.segment, case.x, case.weight):
-            in_tf32 = between.convolves_last(case.segment, case.x, case.weight)
-            plan.runs = FOR_TF32 if in_tf32 else PLANES
+    if plan.turns_y:
+        plan.runs = PLANES
+    elif plan.last and (
+        library.is_channels_last(case.x) or not plan.runs
+    ):  # else x is turned, and rounded, anyway
+        plan.runs = TURNED
+    if (plan.last or plan.turns_y) and between.rounds_for_library(case.segment, case.x, case.weight):
+        in_tf32 = between.convolves_last(case.segment, case.x, case.weight)
+        plan.runs = FOR_TF32 if in_tf32 else PLANES
 
 
 def _turned(plan: Plan, program: Program, layout: int) -> int:

@@ -9,14 +9,13 @@ with the reason.
 
 from __future__ import annotations
 
-import copy
 import types
 from typing import NamedTuple
 
 from torch import nn
 
 from . import compiled
-from .fuse import Fused, signed, structure_of
+from .fuse import Fused, sharing, signed, structure_of
 from .part import SCHEDULES_OF
 from .support import NOT_THE_MODEL
 
@@ -64,9 +63,7 @@ class Variants(Fused):
             )
         if "parametrizations" in model._modules:
             raise TypeError("expected plain parameters, got parametrized ones: parametrize what it becomes")
-        fused = cls.__new__(cls)
-        vars(fused).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(model).items()})
-        return fused
+        return sharing(model, cls.__new__(cls))
 
     def __new__(cls, *arguments, **keywords):
         fused = super().__new__(cls)

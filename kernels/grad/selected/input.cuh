@@ -183,14 +183,15 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
       }
     };
 
-#if TENSOR_CORE_WGMMA
     // d = the products of the windows' gradients at their rows from `first` on, by pair of rows and tap.
     template <int kPlane>
     __device__ __forceinline__ void multiply_by_fours(float (&d)[kGroupTiles][kTaps][4], int first) const {
+#if TENSOR_CORE_WGMMA
       const Selected selected(tile, shared, tile.first_column + thread_index_anew() / 4);
       const uint64_t filters = describe(shared_address(shared) + kPlane * kTaps * 128, kHalfStep);
       constexpr int kPart = 2 * kHalfStep / 16, kStep = 2 * kPart;  // of a description
-#pragma unroll 1                                                    // more take more registers than there are
+// More at once take more registers than there are.
+#pragma unroll 1
       for (int step = 0; step < kFilterSteps; step++) {
         uint32_t high[kGroupTiles][4], low[kGroupTiles][4];
         selected.operands(high, low, step, first);
@@ -207,11 +208,8 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
       }
 #pragma unroll
       for (int m = 0; m < kGroupTiles; m++) hold(d[m]);
-    }
-#else
-    template <int kPlane>
-    __device__ __forceinline__ void multiply_by_fours(float (&)[kGroupTiles][kTaps][4], int) const {}
 #endif
+    }
 
     // The same, of kCount columns of the filter.
     template <int kPlane, int kFirst, int kCount>
