@@ -287,6 +287,8 @@ FAULTS = [
     Fault("inline_kernels/engine/layouts.py", "return cls(turn, rounds) if rounds", "return cls(turn, False) if rounds", "test_engine_chain.py -k turned_together"),
     Fault("kernels/load/turned.cuh", "if (++r == rows) r = 0, c++;", "r++;", "test_engine_layouts.py -k whole_arrays"),
     Fault("kernels/grad/selected/border.cuh", "own[edge].first_tap <= at", "own[0].first_tap <= at", "test_backward_pool.py -k sizes"),
+    Fault("kernels/grad/selected/sparse.cuh", "origin.four - four % kFours", "origin.four", "test_backward_pool.py -k sizes"),
+    Fault("kernels/grad/selected/stage.cuh", "atomicMax(largest + turn,", "atomicMax(largest,", "test_backward_pool.py -k values"),
     Fault("kernels/grad/selected/input.cuh", "parts[k / 2][k % 2]", "parts[k % 2][k / 2]", "test_backward_pool.py -k sizes"),
     Fault("inline_kernels/engine/programs.py", 'root.node.is_leaf("dy")', "True", "test_engine_layouts.py -k gradient_of_v"),
     Fault("inline_kernels/engine/schedule.py", "dz = given[0] if back.passes_dy else dz", "dz = dz", "test_engine_layouts.py -k gradient_of_v"),

@@ -35,6 +35,11 @@ def assert_gradients(model, x, module=None):
         ((9, 16, (3, 4), 2, (16, 1, 1), (3, 5), 0.5, -0.5), (1, 9, 9, 12)),  # two planes, bounds swapped
         ((2, 32, (1, 4), 8, (32, 1, 1), (2, 2), -0.5, 1.0), (2, 2, 5, 140)),  # rows longer than a tile
         ((3, 16, (2, 1), 2, (16, 1, 1), (2, 3), -0.5, 1.0), (1, 3, 3, 3)),  # one window
+        (
+            (8, 16, 3, 4, (16, 1, 1), 4, -0.5, 1.0),
+            (1, 8, 11, 150),
+        ),  # eight windows at once, and a second tile
+        ((3, 48, (2, 3), 8, (48, 1, 1), (3, 8), -0.5, 1.0), (1, 3, 11, 61)),  # windows of two fours a row
         ((9, 16, 3, 2, (16, 1, 1), (5, 2), 0.5, -0.5), (2, 9, 14, 13)),  # two planes, an odd number of rows
     ],
     ids=str,
@@ -132,11 +137,13 @@ def zeros(model, x):
         zeros,
     ],
 )
-def test_values(change, gpu):  # noqa: F811
-    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+@pytest.mark.parametrize("architecture, window", [(800, (2, 3)), (900, (2, 4))])
+def test_values(architecture, window, change, gpu):  # noqa: F811
+    arguments = SMALL[0][:5] + (window,) + SMALL[0][6:]
+    model, x = numerics.build(POOL, arguments), numerics.random_input(SMALL[1])
     with torch.no_grad():
         change(model, x)
-    gpu(architecture=900)
+    gpu(architecture=architecture)
     assert_gradients(model, x)
 
 

@@ -130,6 +130,18 @@ __device__ __forceinline__ void multiply_add(float (&d)[32][4], uint64_t a, uint
   WGMMA_OF_OPERAND(256, "%131", "%128, %129, accumulate, 1, 1, 0, %130", "l"(a), "l"(b), "n"(kTransposed));
 }
 
+// D (64×24) += A (64×32) · B (32×24), where A has two of every four neighbours in a row, as for the other
+// multiply_add_sparse (core/tensor_core.cuh), and B is as by describe_transposed. D: three tiles, from d[0]
+// on.
+__device__ __forceinline__ void multiply_add_sparse(float (*d)[4], const uint32_t (&a)[4], uint64_t b,
+                                                    uint32_t selectors) {
+  asm volatile(
+      "wgmma.mma_async.sp.sync.aligned.m64n24k32.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, "
+      "%11}, {%12, %13, %14, %15}, %16, %17, 0, 1, 1, 1, 1;"
+      : ROW(0), ROW(1), ROW(2)
+      : FRAGMENT(a), "l"(b), "r"(selectors));
+}
+
 #undef WGMMA_OF_OPERAND
 #undef WGMMA_OF_TYPE
 #undef SUMS_256

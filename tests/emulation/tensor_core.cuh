@@ -211,6 +211,14 @@ void multiply_add_transposed(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool
   multiply_add_transposed<Operand>(d, of_a, b, accumulate);
 }
 
+inline void multiply_add_sparse(float (*d)[4], const uint32_t (&a)[4], uint64_t b, uint32_t selectors) {
+  for (int j = 0; j < 3; j++) {
+    uint32_t of_b[4];
+    for (int i = 0; i < 4; i++) of_b[i] = described_transposed(b, i, 8 * j + emulation::lane() / 4);
+    emulation::product_sparse(d[j], a, of_b, selectors);
+  }
+}
+
 // -------------------------------------------------------------------------------------------- floating point
 
 inline float min_nan(float a, float b) { return a != a || b != b ? NAN : min(a, b); }

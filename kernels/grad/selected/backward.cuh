@@ -19,15 +19,15 @@
 //                                                           (grad/selected/input.cuh)
 // All that is shifted away is added again at the end, in double. Every sum has a fixed order.
 //
-// Products run on tensor cores (mma.sync; wgmma for the terms of 3×3 filters, where there is that), each
-// operand a sum of two float16 (core/split.cuh), scaled by powers of two: x by the tile in shared memory, dz
-// by channel and row of windows. No more than 8 steps are added up in a tensor core, which cuts off; the rest
-// is in float32.
+// Products run on tensor cores (mma.sync; wgmma for the sparse sums and the terms of small filters, where
+// there is that), each operand a sum of two float16 (core/split.cuh), scaled by powers of two: x by the tile
+// in shared memory, dz by channel and row of windows. No more than 8 steps are added up in a tensor core,
+// which cuts off; the rest is in float32.
 //
 // For (128, 8, 128, 128), 3×3, 64 channels, pool 4, an H200's tensor cores take 6 cycles for a product
-// m16n8k16 (mma.sync; 4 by wgmma) and 8 for a sparse m16n8k32, so that these times are the least, by
-// arithmetic:
-//   strip_kernel            45 products for 16 positions, 108 sparse ones for two windows, 138 MB: 0.10 ms
+// m16n8k16 (mma.sync; 4 by wgmma), and a multiprocessor's 18 for a sparse m64n24k32, so that these times are
+// the least, by arithmetic:
+//   strip_kernel            45 products for 16 positions, 36 sparse ones for eight windows, 138 MB: 0.08 ms
 //   input_gradient_kernel   108 for the terms of 16 positions, 30 and 15 of half the depth for 16 pixels of
 //                           dx, 206 MB: 0.10 ms
 // Beside what forward keeps (39 MB), 16 MB of memory.

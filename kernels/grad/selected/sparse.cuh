@@ -1,6 +1,7 @@
 // Σ slope·dz·X over the windows of a tile, for the weight's gradient: the gradients that windows
 // select, as sparse operands, and their products with the stage's pixels.
 #pragma once
+#include "core/wgmma.cuh"
 #include "grad/selected/stage.cuh"
 
 namespace grad::selected {
@@ -24,7 +25,8 @@ template <int kCount, int kOffset = 16> __device__ __forceinline__ float transpo
 template <class P> struct Sparse : Gram<P> {
   using Base = Gram<P>;
   using Base::kUnits, Base::kBlockChannels, Base::first_of_window, Base::passed_gradient,
-      Base::selected_gradient, Base::kSteps, Base::kTileWindows, Base::kOut, Base::kPoolH, Base::kPoolW;
+      Base::selected_gradient, Base::kSteps, Base::kTileWindows, Base::kOut, Base::kFilterW, Base::kPoolH,
+      Base::kPoolW;
   using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Stage;
 
   static constexpr int kArea = kPoolH * kPoolW;
@@ -33,14 +35,13 @@ template <class P> struct Sparse : Gram<P> {
   // window takes kPlaces of them, so that no four neighbours are of two windows.
   static constexpr int kPlaces = kArea <= 4 ? 4 : kArea <= 8 ? 8 : (kArea + 15) / 16 * 16;
   static constexpr int kStepWindows = kPlaces < 32 ? 32 / kPlaces : 1, kWindowSteps = (kPlaces + 31) / 32;
-  static constexpr int kRounds = (kTileWindows + 31) / 32;  // a lane has one window of each
-  static constexpr int kHeldWindows = kRounds * 32;
+  static constexpr int kRounds = (kTileWindows + 31) / 32;       // a lane has one window of each
+  static constexpr int kHeldPitch = kRounds * 32 + 4;            // no bank conflicts
   static constexpr int kWarpChannels = kBlockChannels / kWarps;  // whose gradients a warp selects
-  static constexpr int kHeldPitch = kBlockChannels + 1;          // no bank conflicts
 
   // Where in its window a gradient is, as a sparse operand says it: a register holds the two that are taken
   // of four neighbours, selectors which two those are (multiply_add_sparse).
-  struct Origin {
+  struct alignas(4) Origin {
     uint16_t selectors;  // of the 16 positions that it is one of, XOR kZeroSelectors
     uint8_t four, bits;  // which four neighbours have it; its place in the register: 16 if it is the second
   };
@@ -50,27 +51,109 @@ template <class P> struct Sparse : Gram<P> {
     return {uint16_t(selectors << place / 4 % 4 * 4), uint8_t(place / 4), uint8_t(of_four / 3 * 16)};
   }
 
-  // The gradients that a tile's windows select, by window and channel, as elements of A: (high, low); and by
+  // The gradients that a tile's windows select, by channel and window, as elements of A: (high, low); and by
   // channel what undoes its scale.
   struct Held {
-    uint2 halves[kHeldWindows][kHeldPitch];
-    Origin origins[kHeldWindows][kHeldPitch];
+    uint2 halves[kBlockChannels][kHeldPitch];
+    Origin origins[kBlockChannels][kHeldPitch];
     Origin origin_of_place[kArea];
     float unscale[kBlockChannels];
   };
 
-  // A role is 32 channels out and up to kRoleUnits units, as many as there are registers for; warps with the
-  // same role take turns with the windows.
-  static constexpr int kUnitGroups = (kUnits + 4) / 5, kRoleUnits = (kUnits + kUnitGroups - 1) / kUnitGroups;
-  static constexpr int kBlockUnits = kUnitGroups > 1 ? 2 : 1, kSparseGroups = 4 / kBlockUnits;
-  static constexpr int kSparsePasses = (kUnitGroups + kBlockUnits - 1) / kBlockUnits;
+  // Do four warps have their products together? Then a step has 32 neighbouring positions of a row, whole
+  // fours of each window's.
+  static constexpr bool kByFours = TENSOR_CORE_WGMMA && kFilterW == 3 && kUnits <= 9 && kPoolW % 4 == 0;
 
-  // Adds a role's products for a tile's `windows` to `total`: of the stage at `address`, and of 32 of the
+  // A role is 16 kRoleRows channels out and up to kRoleUnits units, as many as there are registers for; warps
+  // with the same role take turns with the windows.
+  static constexpr int kRoleRows = kByFours ? 1 : 2, kChannelRoles = kBlockChannels / 16 / kRoleRows;
+  static constexpr int kUnitGroups = kByFours ? 1 : (kUnits + 4) / 5;
+  static constexpr int kRoleUnits = (kUnits + kUnitGroups - 1) / kUnitGroups;
+  static constexpr int kBlockUnits = kUnitGroups > 1 ? 2 : 1;
+  static constexpr int kSparseGroups = kWarps / kChannelRoles / kBlockUnits;
+  static constexpr int kSparsePasses = (kUnitGroups + kBlockUnits - 1) / kBlockUnits;
+  using Totals = float[kRoleRows][kRoleUnits][4];
+
+  // Adds a role's products for a tile's `windows` to `total`: of the stage at `address`, and of some of the
   // block's channels, from first_channel on. `factor` undoes the scale of x.
   template <int kGroupOfUnits>
-  __device__ __forceinline__ static void multiply_sparse(float (&total)[2][kRoleUnits][4], uint32_t address,
-                                                         const Held& held, int first_channel, int windows,
-                                                         int group, float factor) {
+  __device__ __forceinline__ static void multiply_sparse(Totals& total, uint32_t address, const Held& held,
+                                                         int first_channel, int windows, int group,
+                                                         float factor) {
+    if constexpr (kByFours) multiply_by_fours(total, address, held, first_channel, windows, group, factor);
+    else multiply_by_one<kGroupOfUnits>(total, address, held, first_channel, windows, group, factor);
+  }
+
+  // The same by four warps, of all units: a step for each row of the windows in 32 columns. A lane has the
+  // gradients of four fours, of rows g and g + 8, from columns 4t and 4t + 16 on.
+  __device__ __forceinline__ static void multiply_by_fours(Totals& total, uint32_t address, const Held& held,
+                                                           int first_channel, int windows, int group,
+                                                           float factor) {
+#if TENSOR_CORE_WGMMA
+    constexpr int kFours = kPoolW / 4;  // of a window's row
+    const int lane = thread_index_anew() % 32, channel = first_channel + lane / 4, t = lane % 4;
+    const int steps = (windows * kPoolW + 31) / 32;
+    float d[kUnits][4];
+#pragma unroll
+    for (int i = 0; i < kUnits * 4; i++) (&d[0][0])[i] = 0;
+#pragma unroll 1
+    for (int step = group; step < steps; step += kSparseGroups) {
+      uint2 halves[4];
+      int first[4];  // which four of the window has it, less the lane's in the window's first row
+      uint32_t selectors[2] = {};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int four = step * 8 + i / 2 * 4 + t, window = four / kFours;
+        const Origin origin = held.origins[channel + i % 2 * 8][window];
+        halves[i] = held.halves[channel + i % 2 * 8][window];
+        first[i] = origin.four - four % kFours;
+        selectors[i / 2] |= (origin.selectors >> origin.four % 4 * 4 & 0xf) << (t * 4 + i % 2 * 16);
+      }
+#pragma unroll
+      for (int offset = 1; offset < 4; offset *= 2) {
+        selectors[0] |= __shfl_xor_sync(~0u, selectors[0], offset);
+        selectors[1] |= __shfl_xor_sync(~0u, selectors[1], offset);
+      }
+      const uint32_t own_selectors = (t % 2 ? selectors[1] : selectors[0]) ^ kZeroSelectors * 0x10001;
+      const uint64_t pixels = describe_transposed(address + Stage::offset(0, step * 32), 16);
+#pragma unroll
+      for (int row = 0; row < kPoolH; row++) {
+        uint32_t high[4], low[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const bool here = first[i] == row * kFours;
+          high[i] = here ? halves[i].x : 0, low[i] = here ? halves[i].y : 0;
+        }
+        begin_products();
+#pragma unroll
+        for (int part = 0; part < 3; part++)  // small ones first
+#pragma unroll
+          for (int unit = 0; unit < kUnits; unit += 3)
+            multiply_add_sparse(
+                d + unit, part ? high : low,
+                pixels + (Stage::offset(row, 0) + Stage::offset(unit) + (part == 1) * Stage::kPartBytes) / 16,
+                own_selectors);
+        commit_products();
+        await_products<0>();
+      }
+    }
+    hold(d);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float unscale = held.unscale[channel + half * 8] * factor;
+#pragma unroll
+      for (int i = 0; i < kUnits; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) total[0][i][half * 2 + j] += d[i][half * 2 + j] * unscale;
+    }
+#endif
+  }
+
+  // The same by each warp alone, of 32 channels.
+  template <int kGroupOfUnits>
+  __device__ __forceinline__ static void multiply_by_one(Totals& total, uint32_t address, const Held& held,
+                                                         int first_channel, int windows, int group,
+                                                         float factor) {
     const int lane = thread_index_anew() % 32, g = lane / 4, t = lane % 4;
     const int steps = (windows + kStepWindows - 1) / kStepWindows * kWindowSteps;
     // Which of the step's windows a position belongs to.
@@ -89,8 +172,8 @@ template <class P> struct Sparse : Gram<P> {
 #pragma unroll
           for (int half = 0; half < 2; half++) {
             const int k = 4 * t + 16 * half, own = window + window_of(k);
-            const uint2 halves = held.halves[own][channel];
-            const bool here = held.origins[own][channel].four == (begin + k) % kPlaces / 4;
+            const uint2 halves = held.halves[channel][own];
+            const bool here = held.origins[channel][own].four == (begin + k) % kPlaces / 4;
             high[row / 2][row % 2 + 2 * half] = here ? halves.x : 0;
             low[row / 2][row % 2 + 2 * half] = here ? halves.y : 0;
           }
@@ -98,8 +181,8 @@ template <class P> struct Sparse : Gram<P> {
 #pragma unroll
           for (int k = 0; k < 16; k += kPlaces < 16 ? kPlaces : 16) {
             const int from = k + t % 2 * 16, own = window + window_of(from);
-            const bool here = kPlaces <= 16 || held.origins[own][channel].four / 4 == (begin + from) / 16;
-            if (here) of_row |= held.origins[own][channel].selectors << own * (kPlaces / 4) % 4 * 4;
+            const bool here = kPlaces <= 16 || held.origins[channel][own].four / 4 == (begin + from) / 16;
+            if (here) of_row |= held.origins[channel][own].selectors << own * (kPlaces / 4) % 4 * 4;
           }
           selectors[row / 2] |= (of_row ^ kZeroSelectors) << row % 2 * 16;
         }
@@ -188,28 +271,33 @@ template <class P> struct Sparse : Gram<P> {
     __device__ __forceinline__ float select(Held& held, const Saved& saved, const Channel* channels,
                                             int own) const {
       const int lane = threadIdx.x % 32;
-      float sums[2 * kWarpChannels] = {};
+      float sums[2 * kWarpChannels] = {}, gradient[kRounds][kWarpChannels];
+      unsigned magnitude[kWarpChannels];
 #pragma unroll
       for (int i = 0; i < kWarpChannels; i++) {
         const Channel channel = channels[i];
-        float gradient[kRounds], magnitude = 0;
+        float largest = 0;
 #pragma unroll
         for (int round = 0; round < kRounds; round++) {
           const float v = extreme[round][i];
           const float passed = passed_gradient(saved, channel, dy[round][i], v);
           sums[2 * i] += passed, sums[2 * i + 1] += passed * channel.normalise.centred(v);
-          gradient[round] = selected_gradient(channel, passed);
-          magnitude = fmaxf(magnitude, fabsf(gradient[round]));
+          gradient[round][i] = selected_gradient(channel, passed);
+          largest = fmaxf(largest, fabsf(gradient[round][i]));
         }
-        const float factor = fitting_factor(__reduce_max_sync(~0u, __float_as_uint(magnitude)));
+        magnitude[i] = __float_as_uint(largest);
+      }
+#pragma unroll
+      for (int i = 0; i < kWarpChannels; i++) {
+        const float factor = fitting_factor(__reduce_max_sync(~0u, magnitude[i]));
         if (lane == 0) held.unscale[own + i] = inverse_factor(factor);
 #pragma unroll
         for (int round = 0; round < kRounds; round++) {
-          const float scaled = gradient[round] * factor;
+          const float scaled = gradient[round][i] * factor;
           const uint32_t high = pack(scaled, 0), low = pack(residual(scaled, 0, high).x, 0);
           const Origin origin = held.origin_of_place[place[round][i]];
-          held.halves[round * 32 + lane][own + i] = make_uint2(high << origin.bits, low << origin.bits);
-          held.origins[round * 32 + lane][own + i] = origin;
+          held.halves[own + i][round * 32 + lane] = make_uint2(high << origin.bits, low << origin.bits);
+          held.origins[own + i][round * 32 + lane] = origin;
         }
       }
       return transposed_sum<2 * kWarpChannels>(sums);

@@ -56,10 +56,16 @@ template <class P> struct Staging : P {
     }
 
     unsigned char* const shared;
-    int* const largest;  // magnitude of x in the tile, as bits, in shared memory
+    int* const largest;  // magnitude of x in this tile and in the next one, as bits, in shared memory
+    int turn = 0;        // which of them is this tile's
 
     __device__ Stage(unsigned char* shared, int* largest) : shared(shared), largest(largest) {
       if (threadIdx.x < 4) reinterpret_cast<uint32_t*>(shared + kZeros)[threadIdx.x] = 0;
+      if (threadIdx.x < 2) largest[threadIdx.x] = 0;
+      constexpr int kBehind = kPitch - kWidth;  // a row's pixels, which may meet zeros
+      for (int i = threadIdx.x; i < 2 * kPlanes * kHeight * kBehind; i += kThreads)
+        reinterpret_cast<uint4*>(shared)[i / kBehind * kPitch + kWidth + i % kBehind] =
+            make_uint4(0, 0, 0, 0);
     }
 
     // The pixels that a thread stages, in registers.
@@ -70,9 +76,8 @@ template <class P> struct Staging : P {
     }
 
     // Pixels from (row, column) on of a sample's x, less `shift`. Those outside of x are zeros.
-    __device__ __forceinline__ void load(Pixels& pixels, const value_t* x, const float* shift, int row,
-                                         int column, Geometry geometry) {
-      if (threadIdx.x == 0) *largest = 0;
+    __device__ __forceinline__ static void load(Pixels& pixels, const value_t* x, const float* shift, int row,
+                                                int column, Geometry geometry) {
       const int H = geometry.H, W = geometry.W;
       const int64_t plane_bytes = int64_t(H) * W * sizeof(value_t);
 #pragma unroll
@@ -89,18 +94,23 @@ template <class P> struct Staging : P {
       }
     }
 
-    // Puts them into shared memory, all times the same power of two, and returns its exponent. Between `load`
-    // and this stands a barrier, after which nobody reads the tile before; another one has to follow.
-    __device__ __forceinline__ int store(const Pixels& pixels) {
+    // Their magnitude becomes part of the tile's; between this and `store` stands a barrier.
+    __device__ __forceinline__ void measure(const Pixels& pixels) {
       float magnitude = 0;
 #pragma unroll
       for (int i = 0; i < kOwn; i++)
 #pragma unroll
         for (int c = 0; c < kPlanes * 8; c++) magnitude = fmaxf(magnitude, fabsf(pixels[i][c]));
       const unsigned of_warp = __reduce_max_sync(~0u, __float_as_uint(magnitude));
-      if (threadIdx.x % 32 == 0) atomicMax(largest, int(of_warp));
-      __syncthreads();  // complete
-      const int exponent = fitting_exponent(__int_as_float(*largest));
+      if (threadIdx.x % 32 == 0) atomicMax(largest + turn, int(of_warp));
+    }
+
+    // Puts them into shared memory, all times the same power of two, and returns its exponent. Nobody reads
+    // the tile before any more, behind that barrier; another one has to follow.
+    __device__ __forceinline__ int store(const Pixels& pixels) {
+      const int exponent = fitting_exponent(__int_as_float(largest[turn]));
+      turn ^= 1;
+      if (threadIdx.x == 0) largest[turn] = 0;
       const float factor = power_of_two(exponent);
 #pragma unroll
       for (int i = 0; i < kOwn; i++) {

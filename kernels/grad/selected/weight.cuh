@@ -16,10 +16,10 @@ template <class P> struct Strips : Sparse<P> {
       Base::channel_of, Base::kTileColumns, Base::kTileWindows, Base::find_shift, Base::kGramTiles,
       Base::kGramSize, Base::kFrameRows, Base::frame_row, Base::kRoleTiles, Base::kRoles, Base::multiply_gram,
       Base::kArea, Base::kWarpChannels, Base::origin_of, Base::kUnitGroups, Base::kRoleUnits,
-      Base::kBlockUnits, Base::kSparseGroups, Base::kSparsePasses, Base::multiply_sparse, Base::kIn,
-      Base::kOut, Base::kPoolH, Base::kPoolW;
+      Base::kBlockUnits, Base::kByFours, Base::kRoleRows, Base::kChannelRoles, Base::kSparseGroups,
+      Base::kSparsePasses, Base::multiply_sparse, Base::kIn, Base::kOut, Base::kPoolH, Base::kPoolW;
   using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Stage,
-      typename Base::Held, typename Base::Windows;
+      typename Base::Held, typename Base::Totals, typename Base::Windows;
 
   // What all strips leave in memory, for merge.cuh.
   struct Partial {
@@ -45,12 +45,14 @@ template <class P> struct Strips : Sparse<P> {
   static constexpr int kGramGroups = kWarps / kRoleWarps;
   static constexpr int kBlockGramSize = kBlockRoles * kRoleTiles * 32;  // float4, of a group of warps
 
+  static constexpr int kRoleSums = kRoleRows * kRoleUnits * 4;  // of a lane, sparse ones
+
   // Dynamic shared memory, where each part begins, in bytes: the stage; the selected gradients; the block's
   // share of the Gram matrix, by group of warps; a pixel of ones.
   struct StripLayout {
     static constexpr int kHeld = Stage::kBytes, kGram = kHeld + (sizeof(Held) + 15) / 16 * 16;
     static constexpr int kOnes = kGram + kGramGroups * kBlockGramSize * 16, kBytes = kOnes + 16;
-    static_assert(2 * kBlockUnits * kRoleUnits * 1024 <= kBytes, "room to merge groups");
+    static_assert(kChannelRoles * kBlockUnits * kRoleSums * 128 <= kBytes, "room to merge groups");
   };
 
   // What is a block's of the work, and a warp's of that.
@@ -58,23 +60,24 @@ template <class P> struct Strips : Sparse<P> {
     const int strip, job, n, block, slot;  // slot: of the strip among all samples'
     const int first_channel, pass;         // of the block's channels out; which units of the sparse product
     const int warp, lane;
-    // The sparse product: half of the block's channels, and units. Warps with the same role are in different
+    // The sparse product: part of the block's channels, and units. Warps with the same role are in different
     // groups. Warps that share a scheduler have different units, not equally many.
-    const int half, group, block_units, units;
+    const int part, group, block_units, units;
     const int own_channels, first_own;  // whose gradients the warp selects: the first of the block's; of all
     // The Gram matrix: roles first_role, first_role + kRoleWarps … Warps with the most units of the sparse
-    // product have the shorter role.
+    // product have the shorter role; where all have as many, two that share a scheduler have different roles.
     const int rank, first_role, gram_group;
 
     __device__ __forceinline__ explicit StripShare(Geometry geometry)
         : strip(blockIdx.x % geometry.strips), job(blockIdx.x / geometry.strips), n(job % geometry.N),
           block(job / geometry.N), slot(n * geometry.strips + strip),
           first_channel(block % kChannelBlocks * kBlockChannels), pass(block / kChannelBlocks),
-          warp(__shfl_sync(~0u, threadIdx.x / 32, 0)), lane(threadIdx.x % 32), half(warp % 2),
-          group(warp / 2 / kBlockUnits), block_units((warp / 2 + group) % kBlockUnits),
-          units(pass * kBlockUnits + block_units), own_channels(warp * kWarpChannels),
-          first_own(first_channel + own_channels),
-          rank(kBlockUnits - 1 - block_units + kBlockUnits * (half + 2 * group)),
+          warp(__shfl_sync(~0u, threadIdx.x / 32, 0)), lane(threadIdx.x % 32), part(warp % kChannelRoles),
+          group(warp / kChannelRoles / kBlockUnits),
+          block_units((warp / kChannelRoles + group) % kBlockUnits), units(pass * kBlockUnits + block_units),
+          own_channels(warp * kWarpChannels), first_own(first_channel + own_channels),
+          rank(kBlockUnits > 1 ? kBlockUnits - 1 - block_units + kBlockUnits * (part + kChannelRoles * group)
+                               : warp ^ warp / 4),
           first_role(rank % kRoleWarps), gram_group(rank / kRoleWarps) {}
   };
 
@@ -115,29 +118,28 @@ template <class P> struct Strips : Sparse<P> {
 
   // Writes the strip's sparse sums of the block, added up over the groups of warps in their order, in the
   // first one. shared: memory for them.
-  __device__ __forceinline__ static void write_sparse(const StripShare& share,
-                                                      float (&total)[2][kRoleUnits][4], unsigned char* shared,
-                                                      float* all) {
+  __device__ __forceinline__ static void write_sparse(const StripShare& share, Totals& total,
+                                                      unsigned char* shared, float* all) {
     float* const sums = reinterpret_cast<float*>(shared) +
-                        (share.half * kBlockUnits + share.block_units) * (kRoleUnits * 256) + share.lane;
+                        (share.part * kBlockUnits + share.block_units) * (kRoleSums * 32) + share.lane;
     for (int other = 1; other < kSparseGroups; other++) {
       __syncthreads();  // what was here has been read
       if (share.group == other)
 #pragma unroll
-        for (int i = 0; i < 2 * kRoleUnits * 4; i++) sums[i * 32] = (&total[0][0][0])[i];
+        for (int i = 0; i < kRoleSums; i++) sums[i * 32] = (&total[0][0][0])[i];
       __syncthreads();  // it is there
       if (share.group == 0)
 #pragma unroll
-        for (int i = 0; i < 2 * kRoleUnits * 4; i++) (&total[0][0][0])[i] += sums[i * 32];
+        for (int i = 0; i < kRoleSums; i++) (&total[0][0][0])[i] += sums[i * 32];
     }
     if (share.group > 0) return;
 #pragma unroll
-    for (int m = 0; m < 2; m++)
+    for (int m = 0; m < kRoleRows; m++)
 #pragma unroll
       for (int i = 0; i < kRoleUnits; i++)
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          const int c = share.first_channel + share.half * 32 + m * 16 + j * 8 + share.lane / 4;
+          const int c = share.first_channel + (share.part * kRoleRows + m) * 16 + j * 8 + share.lane / 4;
           const int unit = share.units * kRoleUnits + i;
           if (c >= kOut || unit >= kUnits) continue;
           float* const to = all + (int64_t(share.slot) * kOut + c) * kDepth + unit * 8;
@@ -151,11 +153,11 @@ template <class P> struct Strips : Sparse<P> {
                                                GroupShape shape, Geometry geometry) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ int largest;
+    __shared__ int largest[2];
     __shared__ __align__(16) float shift[kPlanes * 8];  // read by 16 bytes: with no other array's
     __shared__ Channel channels[kBlockChannels];
     __shared__ float sums[kThreads];
-    Stage stage(shared, &largest);
+    Stage stage(shared, largest);
     Held& held = *reinterpret_cast<Held*>(shared + StripLayout::kHeld);
     float4* const grams = reinterpret_cast<float4*>(shared + StripLayout::kGram);
     const StripShare share(geometry);
@@ -182,7 +184,7 @@ template <class P> struct Strips : Sparse<P> {
 
     const uint32_t address = shared_address(shared);
     const uint2 constants = make_uint2(address + StripLayout::kOnes, address + Stage::kZeros);
-    float total[2][kRoleUnits][4] = {};
+    Totals total = {};
     for (int row = share.strip * geometry.rows; row < row_end; row++)
       for (int column = 0, columns; column < geometry.width(); column += columns) {
         const int left = geometry.width() - column, window_column = column / kPoolW;
@@ -199,15 +201,19 @@ template <class P> struct Strips : Sparse<P> {
         if (any_flat)
           own.take_first_of_flat(saved, channels + share.own_channels, sample, share.first_own, row,
                                  window_column, windows, geometry);
+        stage.measure(pixels);
         __syncthreads();  // the stage and what is held have been read
         if (windows)
           sums[threadIdx.x] += own.select(held, saved, channels + share.own_channels, share.own_channels);
         const float factor = power_of_two(-stage.store(pixels));
+#if TENSOR_CORE_WGMMA
+        if constexpr (kByFours) publish_shared();
+#endif
         __syncthreads();  // they are complete
         if (windows)
           with_constant<kUnitGroups>(share.units, [&](auto constant) {
-            Base::template multiply_sparse<decltype(constant)::value>(total, address, held, share.half * 32,
-                                                                      windows, share.group, factor);
+            Base::template multiply_sparse<decltype(constant)::value>(
+                total, address, held, share.part * kRoleRows * 16, windows, share.group, factor);
           });
         add_gram(share, grams, partial.frame, row, column, columns, address, constants, factor, geometry);
       }
