@@ -39,7 +39,23 @@ class Skips(nn.Module):
         return F.max_pool2d(y, 2), z
 
 
-CASES = {**MODELS, "skips": (Skips, (2, 3, 9, 10))}
+class Told(nn.Module):
+    """A label for each sample, by a layer of its own, beside each convolution but the first."""
+
+    def __init__(self, label=lambda model, t, x: model.layer(F.silu(t))):
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+        self.layer, self.label, self.drop = nn.Linear(3, 4), label, nn.Dropout(0.5)
+        self.norm, self.other = nn.BatchNorm2d(4), nn.Linear(3, 4)
+
+    def forward(self, x):
+        t = x[:, :, 0, 0]
+        x = F.relu(self.norm(self.first(x)))
+        x = F.silu(self.second(x) + self.label(self, t, x)[:, :, None, None])
+        return F.relu(self.third(x) * self.other(t).unsqueeze(-1).unsqueeze(-1))
+
+
+CASES = {**MODELS, "skips": (Skips, (2, 3, 9, 10)), "told": (Told, (2, 3, 9, 10))}
 
 
 def two(make, monkeypatch) -> tuple[nn.Module, nn.Module]:
@@ -532,3 +548,43 @@ def test_backward_that_is_watched(monkeypatch):
         sum(y.sum() for y in model(x)).backward()
     assert seen and {*seen} == {1}  # what stands for statistics has their shapes
     assert_alike(*[[p.grad for p in model.parameters()] for model in (fast, alone)])
+
+
+LABELS = {  # and the lengths of what follows one another
+    "a layer": (lambda model, t, x: model.layer(F.silu(t)), [3]),
+    "in place": (lambda model, t, x: F.relu(model.layer(t), True), [1, 2]),
+    "a method in place": (lambda model, t, x: model.layer(t).relu_(), [1, 2]),
+    "random": (lambda model, t, x: model.drop(model.layer(t)), [1, 2]),
+    "a buffer": (lambda model, t, x: model.layer(t) + model.norm.running_mean, [1, 2]),
+    "of a result": (lambda model, t, x: model.layer(x[:, 1:, 0, 0]), [1, 2]),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_what_needs_no_segment_runs_first(kind, monkeypatch):
+    label, lengths = LABELS[kind]
+    model, x, found, runs = Told(label), torch.randn(2, 3, 9, 10), [], chain._runs
+    monkeypatch.setattr(chain, "_runs", lambda *given: found.append(runs(*given)) or found[-1])
+    torch.manual_seed(1)
+    theirs = deepcopy(model)(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(fuse(deepcopy(model))(x), theirs)
+    assert [len(run) for run in found[0] if run] == lengths
+
+
+class Watched(Told):
+    def forward(self, x):
+        y = F.relu(self.norm(self.first(x)))
+        t = self.layer(x[:, :, 0, 0])
+        return F.relu(self.second(y)), t
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_layer_that_somebody_watches_keeps_its_place(watched, monkeypatch):
+    model, x, seen, found, runs = Watched(), torch.randn(2, 3, 9, 10), [], [], chain._runs
+    monkeypatch.setattr(chain, "_runs", lambda *given: found.append(runs(*given)) or found[-1])
+    if watched:
+        model.layer.register_forward_hook(lambda *_: seen.append(float(model.norm.running_mean.abs().sum())))
+    fuse(model)(x)
+    assert [len(run) for run in found[0] if run] == ([1, 1] if watched else [2])
+    assert not watched or seen[0] > 0  # the norm has run

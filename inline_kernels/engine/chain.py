@@ -16,7 +16,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx, is_grad_enabled
+import torch.nn.functional as F
+from torch import Tensor, fx, is_grad_enabled, nn
 from torch._C import _is_any_autocast_enabled
 from torch._C._functorch import is_legacy_batchedtensor
 
@@ -25,7 +26,18 @@ from inline_kernels.loader.operators import are_nobody_elses, backward_seldom, i
 
 from . import layouts, library, load_plan, schedule
 from .part import Part, Step
-from .support import Keeping, Situation
+from .support import Keeping, Situation, altered
+
+# Functions of their operands: what runs before or behind them makes no difference.
+_MODULES = nn.Linear, nn.LayerNorm, nn.ReLU, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Flatten, nn.Unflatten, nn.Identity  # fmt: skip
+_FUNCTIONS = {
+    F.linear, F.layer_norm, F.relu, F.silu, F.gelu, torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.sin, torch.cos, torch.cat,
+    torch.chunk, torch.split, torch.flatten, torch.reshape, torch.unsqueeze, torch.add, torch.sub, torch.mul, torch.div, operator.getitem,
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg
+}  # fmt: skip
+_METHODS = {
+    *"view reshape flatten unflatten unsqueeze squeeze chunk split expand permute transpose float".split()
+}
 
 _is_distributed = torch.distributed.is_initialized if torch.distributed.is_available() else bool
 
@@ -40,14 +52,15 @@ class Place:
 
 
 def chained(
-    graph: fx.Graph, parts: Mapping[Callable, Part]
+    graph: fx.Graph, parts: Mapping[Callable, Part], model: nn.Module
 ) -> tuple[fx.Graph, list[Place], list[Chain | Part]]:
     """graph with places for what it calls: chains of segments that follow one another, and parts that are alone. parts: by the segments that
     the graph calls."""
-    runs = [run for run in _runs(graph, parts) if len(run) > 1 and any(_leaves(one, run) for one in run)]
+    nodes = _ordered(graph, parts, model)
+    runs = [run for run in _runs(nodes, parts) if len(run) > 1 and any(_leaves(one, run) for one in run)]
     inside, ends = {node for run in runs for node in run}, {run[-1]: run for run in runs}
     made, values, places, called = fx.Graph(), {}, [], []
-    for node in graph.nodes:
+    for node in nodes:
         if node in ends:
             run = ends[node]
             given = [*dict.fromkeys(a for one in run for a in one.args if a not in run)]
@@ -74,11 +87,44 @@ def _leaves(one: fx.Node, run: Sequence[fx.Node]) -> bool:
     return any(user not in run for user in one.users)
 
 
-def _runs(graph: fx.Graph, parts: Mapping[Callable, Part]) -> list[list[fx.Node]]:
+def _ordered(graph: fx.Graph, parts: Mapping[Callable, Part], model: nn.Module) -> list[fx.Node]:
+    """The nodes; what stands between calls of segments and needs none of them goes before these, as layers for a time or a label do."""
+    found: list[fx.Node] = []
+    run: list[fx.Node] = []  # of segments' calls, between which nothing has to stay
+    for node in graph.nodes:
+        if _may_follow(node, parts):
+            run.append(node)
+            continue
+        needs_them = any(a in run for a in node.all_input_nodes)
+        if node.op not in ("placeholder", "get_attr") and (needs_them or not _is_a_function(node, model)):
+            found += run
+            run = []
+        found.append(node)
+    return found
+
+
+def _is_a_function(node: fx.Node, model: nn.Module) -> bool:
+    """Of its operands, none of which is a buffer, and seen by nobody?"""
+    if node.op == "call_module":
+        module = model.get_submodule(node.target)
+        return (
+            type(module) in _MODULES and not altered(node.target, module) and not vars(module).get("inplace")
+        )
+    known = _METHODS if node.op == "call_method" else _FUNCTIONS if node.op == "call_function" else ()
+    in_place = any(a is True for a in (*node.args, *node.kwargs.values()))
+    return node.target in known and not in_place and all(a.op != "get_attr" for a in node.all_input_nodes)
+
+
+def _may_follow(node: fx.Node, parts: Mapping[Callable, Part]) -> bool:
+    """Is it a segment's call, and draws no random numbers?"""
+    return node.target in parts and not node.target.random
+
+
+def _runs(nodes: Sequence[fx.Node], parts: Mapping[Callable, Part]) -> list[list[fx.Node]]:
     """Calls of segments between which nothing else is computed. What draws random numbers is in none."""
     found: list[list[fx.Node]] = [[]]
-    for node in graph.nodes:
-        if node.target in parts and not node.target.random:
+    for node in nodes:
+        if _may_follow(node, parts):
             found[-1].append(node)
         elif node.op not in ("placeholder", "get_attr"):
             found.append([])

@@ -80,7 +80,7 @@ class Structure:
         found = joining.joiners(captured, model, laid_out) | pooling.poolers(captured, model, laid_out)
         self.replacements = [replacement for replacement, _ in found.values()]
         placed, others = replacing.placed(graph, found)
-        chained, places, calls = chain.chained(placed, by_segment)
+        chained, places, calls = chain.chained(placed, by_segment, model)
         self.chains = [call for call in calls if isinstance(call, chain.Chain)]
         code = Code(chained, captured.constants, [*places, *others])
         self.run = code.function([*calls, *self.replacements])
