@@ -545,7 +545,7 @@ def test_arguments_of_forward():
     for _ in range(2):
         for given, keywords in calls:
             torch.testing.assert_close(fast(*given, **keywords), model(*given, **keywords))
-            expected = ["eager" if "scale" in keywords or "shift" in keywords or len(given) > 1 else "load"]
+            expected = ["eager" if "shift" in keywords else "load"]
             assert [each.runs for each in fast.plan(*given, **keywords)] == expected
     with pytest.raises(TypeError):
         fast(x, scale, x)

@@ -249,6 +249,91 @@ class Conditioned(nn.Module):
         return x + self.other(F.silu(v))
 
 
+class NormInFloat32(nn.GroupNorm):
+    def forward(self, x):
+        return super().forward(x.float()).type(x.dtype)
+
+
+class Told(nn.Module):
+    """A residual block as diffusion models have it: parts of sequences, the convolution's type for what a time's layer gives, axes that are counted."""
+
+    def __init__(self, channels: int, by_scale: bool):
+        super().__init__()
+        convolutions = [nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2)]
+        self.first = nn.Sequential(NormInFloat32(4, channels), nn.SiLU(), convolutions[0])
+        self.time = nn.Sequential(nn.SiLU(), nn.Linear(6, channels * (1 + by_scale)))
+        self.last = nn.Sequential(NormInFloat32(4, channels), nn.SiLU(), nn.Dropout(0.0), convolutions[1])
+        self.by_scale = by_scale
+
+    def forward(self, x, time):
+        h = self.first[-1](self.first[:-1](x))
+        told = self.time(time).type(h.dtype)
+        while len(told.shape) < len(h.shape):
+            told = told[..., None]
+        if not self.by_scale:
+            return x + self.last(h + told)
+        scale, shift = torch.chunk(told, 2, dim=1)
+        return x + self.last[1:](self.last[0](h) * (1 + scale) + shift)
+
+
+class Diffusing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.one, self.other = nn.Conv2d(3, 8, 3), Told(8, True), Told(8, False)
+
+    def forward(self, x, time=None, label=None):
+        h = self.other(self.one(self.inputs(x), time), time)
+        return h if label is None else h * label[:, :, None, None]
+
+
+@pytest.mark.parametrize("kind", ["float32", "autocast", "bfloat16"])
+def test_types_that_are_asked_and_parts_of_sequences(kind):
+    model = Diffusing()
+    x, time, label = torch.randn(2, 3, 9, 10), torch.randn(2, 6), torch.randn(2, 8)
+    if kind == "bfloat16":
+        x, time, label = x.bfloat16(), time.bfloat16(), label.bfloat16()
+        [each.bfloat16() for each in model.modules() if isinstance(each, (nn.Conv2d, nn.Linear))]
+    fast = fuse(copy.deepcopy(model))
+    calls = [((x, time), {}), ((x, time, label), {}), ((x,), dict(time=time)), ((x, time), dict(label=label)), ((x,), dict(label=label, time=time))]  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        for given, named in [*calls, ((x, time, None), {})]:
+            ours, theirs = fast(*given, **named), model(*given, **named)
+            close = dict(rtol=2e-2, atol=2e-2) if kind != "float32" else {}
+            torch.testing.assert_close(ours, theirs, **close)
+            assert [p.runs for p in fast.plan(*given, **named)].count("load") == 4, str(
+                fast.plan(*given, **named)
+            )
+            of = [
+                torch.autograd.grad(y.float().square().mean(), m.parameters())
+                for y, m in ((ours, fast), (theirs, model))
+            ]
+            torch.testing.assert_close(*of, **close)
+
+
+def test_a_type_is_eagers_under_autocast():
+    class Asking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x, t):
+            h = self.conv(x)
+            t = t.type(h.dtype)
+            return F.relu(h + t[:, :, None, None]), t
+
+    model, x, t = Asking(), torch.randn(2, 3, 9, 8), torch.randn(2, 4)
+    fast = fuse(model)
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            ours, theirs = fast(x, t), model(x, t)
+            assert "load" in [plan.runs for plan in fast.plan(x, t)]
+        assert (
+            [y.dtype for y in ours]
+            == [y.dtype for y in theirs]
+            == 2 * [(torch.float32, torch.bfloat16)[enabled]]
+        )
+
+
 def test_other_inputs_have_shapes():
     model = Conditioned()
     fast = fuse(copy.deepcopy(model))

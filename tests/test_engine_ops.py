@@ -85,6 +85,12 @@ POINTWISE = {
     "rsqrt": [lambda v, m: torch.rsqrt(v)],
     "identity": [lambda v, m: m.nothing(v) * 2.0],
     "contiguous": [lambda v, m: v.contiguous() + 1.0],
+    "float": [lambda v, m: (v + 1.0).float().type(v.dtype)],
+    "type": [
+        lambda v, m: (v + 1.0).to(torch.float32).type(v.dtype),
+        lambda v, m: F.relu(v).type(v.dtype) + 1.0,
+        lambda v, m: v.to(v.dtype) * 2.0,
+    ],
 }  # fmt: skip
 STRUCTURED = {
     "max": [lambda v, m: torch.max(v, dim=1)[0], lambda v, m: v.max(1, keepdim=True).values, lambda v, m: torch.max(v, 2)[0], lambda v, m: v.flatten(2).max(-1)[0]],
@@ -165,7 +171,7 @@ def compare(model: nn.Module, x: torch.Tensor, rounding: float = 1e-9, at_nan: b
 
 
 # In float64, eager multiplies hardsigmoid's gradient by a float32 sixth.
-ROUNDING = {"hardsigmoid": 5e-8}
+ROUNDING = {"hardsigmoid": 5e-8, "float": 2e-7, "type": 2e-7}
 # Eager lets NaN's gradient of these pass on a GPU and in the scalar rest of a CPU's vectors, and not in the vectors.
 UNLIKE_ITSELF_AT_NAN = {"hardtanh", "relu6"}
 
@@ -244,6 +250,8 @@ def test_each_row_and_module_is_tested():
 
 
 REFUSED = {
+    "another type": lambda v, m: v.to(torch.float16),
+    "copy": lambda v, m: v.to(torch.float32, copy=True),
     "rounding_mode": lambda v, m: torch.div(v, 2.0, rounding_mode="floor"),
     "power": lambda v, m: v**3,
     "bound": lambda v, m: torch.clamp(v, min=m.p),

@@ -14,10 +14,11 @@ import torch
 from torch import fx, nn
 
 from .context import Context, conv_arguments, is_norm
+from .graph import walk
 from .growth import Growth, grown_from, name_of
 from .ops import NotAccepted
 from .segment import Segment
-from .support import altered
+from .support import altered, convolved_dtype
 from .tracing import NotCaptured, trace
 
 __all__ = ["Captured", "NotCaptured", "capture"]
@@ -50,6 +51,8 @@ def capture(
         raise ValueError(f"training={training}, and the model's own is {model.training}")
     traced = trace(model, x_dim, examples)
     passed_by = _without_identities(traced.graph, model)
+    _ask_for_types_ahead(traced.graph, model)
+    _without_questions(traced.graph)
     context = Context(model, traced, x_dim, bare)
     remarks: dict[str, str] = {}
     grown: list[Growth] = []
@@ -92,6 +95,33 @@ def _without_identities(graph: fx.Graph, model: nn.Module) -> frozenset[str]:
             graph.erase_node(node)
             found.add(node.target)
     return frozenset(found)
+
+
+def _ask_for_types_ahead(graph: fx.Graph, model: nn.Module) -> None:
+    """What takes the type of a convolution's result needs not wait for the convolution: its filters say which it is."""
+    for node in [node for node in graph.nodes if node.op == "call_method" and node.target in ("type", "to")]:
+        query = node.args[1] if len(node.args) == 2 else None
+        if not (isinstance(query, fx.Node) and query.target is getattr and query.args[1] == "dtype"):
+            continue
+        of = query.args[0]
+        module = model.get_submodule(of.target) if of.op == "call_module" else None
+        if type(module) not in (nn.Conv2d, nn.Conv3d) or of in _ancestors(node.args[0]):
+            continue
+        with graph.inserting_before(node):
+            weight = graph.get_attr(f"{of.target}.weight")
+            node.update_arg(1, graph.call_function(convolved_dtype, (weight,)))
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    return {*walk([node], lambda each: each.all_input_nodes)}
+
+
+def _without_questions(graph: fx.Graph) -> None:
+    """Takes what was asked of values, and nothing reads any more, out of the graph: numbers of axes are known while it is traced."""
+    for node in reversed(graph.nodes):
+        asks = node.target is getattr or (node.op == "call_method" and node.target in ("size", "dim"))
+        if asks and not node.users:
+            graph.erase_node(node)
 
 
 def _replaced(context: Context, grown: Sequence[Growth], segments: Sequence[Segment]) -> fx.Graph:

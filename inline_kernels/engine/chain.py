@@ -26,17 +26,17 @@ from inline_kernels.loader.operators import are_nobody_elses, backward_seldom, i
 
 from . import layouts, library, load_plan, schedule
 from .part import Part, Step
-from .support import Keeping, Situation, altered
+from .support import Keeping, Situation, altered, convolved_dtype
 
 # Functions of their operands: what runs before or behind them makes no difference.
 _MODULES = nn.Linear, nn.LayerNorm, nn.ReLU, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Flatten, nn.Unflatten, nn.Identity  # fmt: skip
 _FUNCTIONS = {
     F.linear, F.layer_norm, F.relu, F.silu, F.gelu, torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.sin, torch.cos, torch.cat,
     torch.chunk, torch.split, torch.flatten, torch.reshape, torch.unsqueeze, torch.add, torch.sub, torch.mul, torch.div, operator.getitem,
-    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, convolved_dtype
 }  # fmt: skip
 _METHODS = {
-    *"view reshape flatten unflatten unsqueeze squeeze chunk split expand permute transpose float".split()
+    *"view reshape flatten unflatten unsqueeze squeeze chunk split expand permute transpose float type to".split()
 }
 
 _is_distributed = torch.distributed.is_initialized if torch.distributed.is_available() else bool
@@ -91,19 +91,22 @@ def _ordered(graph: fx.Graph, parts: Mapping[Callable, Part], model: nn.Module) 
     """The nodes; what stands between calls of segments and needs none of them goes before these, as layers for a time or a label do."""
     found: list[fx.Node] = []
     run: list[fx.Node] = []  # of segments' calls, between which nothing has to stay
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for node in graph.nodes:
         if _may_follow(node, parts):
             run.append(node)
             continue
         needs_them = any(a in run for a in node.all_input_nodes)
-        if node.op not in ("placeholder", "get_attr") and (needs_them or not _is_a_function(node, model)):
+        if node.op not in ("placeholder", "get_attr") and (
+            needs_them or not _is_a_function(node, model, parameters)
+        ):
             found += run
             run = []
         found.append(node)
     return found
 
 
-def _is_a_function(node: fx.Node, model: nn.Module) -> bool:
+def _is_a_function(node: fx.Node, model: nn.Module, parameters: set[str]) -> bool:
     """Of its operands, none of which is a buffer, and seen by nobody?"""
     if node.op == "call_module":
         module = model.get_submodule(node.target)
@@ -112,7 +115,11 @@ def _is_a_function(node: fx.Node, model: nn.Module) -> bool:
         )
     known = _METHODS if node.op == "call_method" else _FUNCTIONS if node.op == "call_function" else ()
     in_place = any(a is True for a in (*node.args, *node.kwargs.values()))
-    return node.target in known and not in_place and all(a.op != "get_attr" for a in node.all_input_nodes)
+    return (
+        node.target in known
+        and not in_place
+        and all(a.op != "get_attr" or a.target in parameters for a in node.all_input_nodes)
+    )
 
 
 def _may_follow(node: fx.Node, parts: Mapping[Callable, Part]) -> bool:

@@ -123,6 +123,8 @@ def is_norm(context: Context, node: fx.Node) -> bool:
 def nothing_arguments(context: Context, norm: fx.Node) -> dict[str, Any]:
     """As of a convolution that gives what is normalised."""
     x = norm.args[0] if norm.args and isinstance(norm.args[0], fx.Node) else None
+    if x is not None and x.op == "call_method" and x.target == "float":
+        x = x.args[0]
     shape = x is not None and context.shape(x)
     if not shape or len(shape) != context.x_dim or len(shape) not in (4, 5):
         raise NotAccepted("its input isn't known to be a batch of images")

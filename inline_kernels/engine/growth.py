@@ -19,7 +19,9 @@ from .tracing import Named, has_hooks
 # A value's type, also under autocast.
 _KEEPING = set("add sub mul min max clamp const of_results of_values".split())
 _QUERIES = {"device", "dtype", "is_cuda"}  # of a tensor: attributes that no value depends on
-_ALIASES = set("contiguous identity dropout other_dropout squeeze unsqueeze flatten permute".split())
+_ALIASES = set(
+    "contiguous identity dropout other_dropout squeeze unsqueeze flatten permute float type".split()
+)
 
 
 def grown_from(context: Context, node: fx.Node) -> Growth:
@@ -95,6 +97,8 @@ class Growth:
             return None
         if node.op == "call_function" and node.target in (torch.tensor, torch.as_tensor):
             return self._number_tensor(node)
+        if self._takes_own_type(node):
+            return self.values[node.args[0]]
         row, args, kwargs = self._call(node)
         if ops.is_inplace(row.name if node.op == "call_module" else node.target, kwargs):
             self._check_in_place(node)
@@ -216,6 +220,19 @@ class Growth:
         if value.node.op == "const":
             return Value(self.tail.graph.const(torch.tensor(data).item()))
         return Value(value.node.apply("narrow")) if narrow else value
+
+    def _takes_own_type(self, node: fx.Node) -> bool:
+        """Does a value take another's type, or go where it is? Results have eager's type; between, values have as many digits as kernels have."""
+        if (
+            node.op != "call_method"
+            or node.target not in ("type", "to")
+            or len(node.args) != 2
+            or node.kwargs
+        ):
+            return False
+        value, asked = node.args
+        of = asked.args[0] if isinstance(asked, fx.Node) and asked.target is getattr else None
+        return isinstance(self.values.get(value), Value) and isinstance(self.values.get(of), Value)
 
     def _type_of(self, dtype: Any) -> str | None:
         """The function that rounds to a type which is read from a value: "of_values", the convolution's, whatever that is; "of_results",

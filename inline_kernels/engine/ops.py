@@ -781,6 +781,19 @@ def contiguous(t: Tail, input):
     return t.need(input)
 
 
+@row(methods=("float",), name="float")
+def float_(t: Tail, input, memory_format=None):
+    _refuse(memory_format=memory_format)
+    return t.need(input)  # kernels compute with no fewer digits, and results have eager's type
+
+
+@row(methods=("type", "to"), name="type")
+def type_(t: Tail, input, dtype=None):
+    if dtype is not torch.float32:
+        raise NotAccepted("another type")
+    return t.need(input)
+
+
 @row()
 def identity(t: Tail, input, *args, **kwargs):
     return t.need(input)

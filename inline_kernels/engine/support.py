@@ -119,6 +119,11 @@ def autocast_dtype(x: Tensor, device: str | None = None) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if x.is_floating_point() else None
 
 
+def convolved_dtype(weight: Tensor) -> torch.dtype:
+    """Of a convolution by these filters, as eager has it here and now."""
+    return autocast_dtype(weight) or weight.dtype
+
+
 def odd(name: str, t) -> str | None:
     """Why kernels can't read a tensor for what it says of itself; or None."""
     if not isinstance(t, Tensor):

@@ -297,7 +297,8 @@ class _Tracer(TracerBase):
         found = self.shadows.get(id(module))
         if found is None:
             name = self.names.get(id(module), "")
-            own = (_LeafShadow if self.is_leaf(module, name) else _Shadow, type(module))
+            through = _SequenceShadow if type(module) in (nn.Sequential, nn.ModuleList) else _Shadow
+            own = (_LeafShadow if self.is_leaf(module, name) else through, type(module))
             cls = type(type(module).__name__, own, {"__module__": type(module).__module__})
             found = self.shadows[id(module)] = cls.__new__(cls)
             found.__dict__.update(module.__dict__)
@@ -403,6 +404,17 @@ class _Shadow(_TensorsAreProxies):
         raise _Stopped(f"its forward deletes self.{name}")
 
 
+class _SequenceShadow(_Shadow):
+    """Whose slices are new ones with the same modules."""
+
+    def __getitem__(self, index):
+        found = [*self._modules.values()][index] if isinstance(index, slice) else None
+        if found is None:
+            return super().__getitem__(index)
+        kind = type(self.__dict__["_shadow"].module)
+        return kind(*found) if kind is nn.Sequential else kind(found)
+
+
 class _LeafShadow(_TensorsAreProxies):
     """Before a module's own class: a module whose calls are nodes."""
 
@@ -475,8 +487,9 @@ def _run(tracer: _Tracer) -> dict[str, Any]:
             continue
         arguments.append((name, parameter))
     proxies = []
+    count, names = len(tracer.values.by_place), {*tracer.values.by_name}  # of what the call gives
     for i, (name, parameter) in enumerate(arguments[1:]):
-        if parameter.default is not parameter.empty and i:
+        if parameter.default is not parameter.empty and i >= max(count, 1) and name not in names:
             optional[name] = parameter.default
         else:
             proxies.append(tracer.create_proxy("placeholder", name, (), {}))
