@@ -39,23 +39,7 @@ class Skips(nn.Module):
         return F.max_pool2d(y, 2), z
 
 
-class Told(nn.Module):
-    """A label for each sample, by a layer of its own, beside each convolution but the first."""
-
-    def __init__(self, label=lambda model, t, x: model.layer(F.silu(t))):
-        super().__init__()
-        self.first, self.second, self.third = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
-        self.layer, self.label, self.drop = nn.Linear(3, 4), label, nn.Dropout(0.5)
-        self.norm, self.other = nn.BatchNorm2d(4), nn.Linear(3, 4)
-
-    def forward(self, x):
-        t = x[:, :, 0, 0]
-        x = F.relu(self.norm(self.first(x)))
-        x = F.silu(self.second(x) + self.label(self, t, x)[:, :, None, None])
-        return F.relu(self.third(x) * self.other(t).unsqueeze(-1).unsqueeze(-1))
-
-
-CASES = {**MODELS, "skips": (Skips, (2, 3, 9, 10)), "told": (Told, (2, 3, 9, 10))}
+CASES = {**MODELS, "skips": (Skips, (2, 3, 9, 10))}
 
 
 def two(make, monkeypatch) -> tuple[nn.Module, nn.Module]:
@@ -550,41 +534,91 @@ def test_backward_that_is_watched(monkeypatch):
     assert_alike(*[[p.grad for p in model.parameters()] for model in (fast, alone)])
 
 
+class Told(nn.Module):
+    """A label for each sample, by a layer of its own, beside each convolution but the first."""
+
+    def __init__(self, label):
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+        self.layer, self.label, self.drop, self.gate = nn.Linear(3, 4), label, nn.Dropout(0.5), nn.SiLU()
+        self.norm, self.other, self.of_channels = nn.BatchNorm2d(4), nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x, t):
+        y = F.relu(self.norm(self.first(x)))
+        label = self.label(self, t, y, x)
+        z = F.silu(self.second(y) + label[:, :, None, None])
+        return F.relu(self.third(z) * self.other(t).unsqueeze(-1).unsqueeze(-1))
+
+
+def _behind(function):
+    """A label whose layer's result is read, and written by `function` behind that."""
+    return lambda model, t, y, x: function(model.layer(t))
+
+
 LABELS = {  # and the lengths of what follows one another
-    "a layer": (lambda model, t, x: model.layer(F.silu(t)), [3]),
-    "in place": (lambda model, t, x: F.relu(model.layer(t), True), [1, 2]),
-    "a method in place": (lambda model, t, x: model.layer(t).relu_(), [1, 2]),
-    "random": (lambda model, t, x: model.drop(model.layer(t)), [1, 2]),
-    "a buffer": (lambda model, t, x: model.layer(t) + model.norm.running_mean, [1, 2]),
-    "of a result": (lambda model, t, x: model.layer(x[:, 1:, 0, 0]), [1, 2]),
+    "a layer": (lambda model, t, y, x: model.layer(model.gate(t)), [3]),
+    "of a result": (lambda model, t, y, x: model.layer(y[:, 1:, 0, 0]), [1, 2]),
+    "in place": (_behind(lambda label: F.relu(label, True)), [1, 2]),
+    "in place, a number": (_behind(lambda label: F.relu(label, 1)), [1, 2]),
+    "in place, by name": (_behind(lambda label: F.silu(label, inplace=True)), [1, 2]),
+    "a method in place": (_behind(lambda label: label.relu_()), [1, 2]),
+    "out": (_behind(lambda label: torch.add(label.detach(), 1, out=torch.empty_like(label))), [1, 2]),
+    "random": (lambda model, t, y, x: model.drop(model.layer(t)), [1, 2]),
+    "a buffer": (lambda model, t, y, x: model.layer(t) + model.norm.running_mean, [1, 2]),
+    "a view of a buffer": (
+        lambda model, t, y, x: model.layer(t) * model.norm.running_mean.view(1, -1),
+        [1, 2],
+    ),
+    "a layer of a buffer": (lambda model, t, y, x: model.of_channels(model.norm.running_mean)[None], [1, 2]),
+    "an image": (lambda model, t, y, x: model.layer(t) + torch.cat([x, x], 1)[:, :4, 0, 0], [1, 2]),
 }
 
 
 @pytest.mark.parametrize("kind", LABELS)
 def test_what_needs_no_segment_runs_first(kind, monkeypatch):
     label, lengths = LABELS[kind]
-    model, x, found, runs = Told(label), torch.randn(2, 3, 9, 10), [], chain._runs
+    model, x, t, found, runs = Told(label), torch.randn(2, 3, 9, 10), torch.randn(2, 3), [], chain._runs
     monkeypatch.setattr(chain, "_runs", lambda *given: found.append(runs(*given)) or found[-1])
-    torch.manual_seed(1)
-    theirs = deepcopy(model)(x)
-    torch.manual_seed(1)
-    torch.testing.assert_close(fuse(deepcopy(model))(x), theirs)
+    fast, steps = fuse(deepcopy(model)), []
+    for each in (fast, model):
+        for _ in range(2):
+            torch.manual_seed(1)
+            y = each(x, t)
+        gradients = torch.autograd.grad(y.square().sum(), each.parameters(), allow_unused=True)
+        steps.append([y, *[g for g in gradients if g is not None], *each.buffers()])
+    torch.testing.assert_close(*steps)
     assert [len(run) for run in found[0] if run] == lengths
 
 
+class Gated(Told):
+    def forward(self, x, t):
+        label = self.layer(t)
+        y = F.silu(self.second(F.relu(self.first(x))) + label[:, :, None, None])
+        return F.relu(self.third(y) * self.gate(label)[:, :, None, None])
+
+
+def test_a_layer_that_becomes_one_in_place():
+    model, x, t = Gated(None), torch.randn(2, 3, 9, 10), torch.randn(2, 3)
+    fast = fuse(deepcopy(model))
+    with torch.no_grad():
+        for inplace in (False, True):
+            fast.gate.inplace = model.gate.inplace = inplace
+            torch.testing.assert_close(fast(x, t), model(x, t))
+
+
 class Watched(Told):
-    def forward(self, x):
+    def forward(self, x, t):
         y = F.relu(self.norm(self.first(x)))
-        t = self.layer(x[:, :, 0, 0])
-        return F.relu(self.second(y)), t
+        label = self.layer(t)
+        return F.relu(self.second(y)), label
 
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_layer_that_somebody_watches_keeps_its_place(watched, monkeypatch):
-    model, x, seen, found, runs = Watched(), torch.randn(2, 3, 9, 10), [], [], chain._runs
+    model, seen, found, runs = Watched(None), [], [], chain._runs
     monkeypatch.setattr(chain, "_runs", lambda *given: found.append(runs(*given)) or found[-1])
     if watched:
         model.layer.register_forward_hook(lambda *_: seen.append(float(model.norm.running_mean.abs().sum())))
-    fuse(model)(x)
+    fuse(model)(torch.randn(2, 3, 9, 10), torch.randn(2, 3))
     assert [len(run) for run in found[0] if run] == ([1, 1] if watched else [2])
     assert not watched or seen[0] > 0  # the norm has run

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -52,11 +52,11 @@ class Place:
 
 
 def chained(
-    graph: fx.Graph, parts: Mapping[Callable, Part], model: nn.Module
+    graph: fx.Graph, parts: Mapping[Callable, Part], model: nn.Module, few: Container[str]
 ) -> tuple[fx.Graph, list[Place], list[Chain | Part]]:
     """graph with places for what it calls: chains of segments that follow one another, and parts that are alone. parts: by the segments that
-    the graph calls."""
-    nodes = _ordered(graph, parts, model)
+    the graph calls. few: the arguments of at most two axes."""
+    nodes = _ordered(graph, parts, model, few)
     runs = [run for run in _runs(nodes, parts) if len(run) > 1 and any(_leaves(one, run) for one in run)]
     inside, ends = {node for run in runs for node in run}, {run[-1]: run for run in runs}
     made, values, places, called = fx.Graph(), {}, [], []
@@ -87,39 +87,46 @@ def _leaves(one: fx.Node, run: Sequence[fx.Node]) -> bool:
     return any(user not in run for user in one.users)
 
 
-def _ordered(graph: fx.Graph, parts: Mapping[Callable, Part], model: nn.Module) -> list[fx.Node]:
-    """The nodes; what stands between calls of segments and needs none of them goes before these, as layers for a time or a label do."""
+def _ordered(
+    graph: fx.Graph, parts: Mapping[Callable, Part], model: nn.Module, few: Container[str]
+) -> list[fx.Node]:
+    """The nodes; what stands between calls of segments and is a function of small values goes before these, as layers for a time or a label do.
+    few: the arguments of at most two axes. Large are images, and what hangs on them; nothing that they hang on waits for a segment."""
     found: list[fx.Node] = []
     run: list[fx.Node] = []  # of segments' calls, between which nothing has to stay
+    stays: set[fx.Node] = set()  # large, or of a tensor that a call may write, as a norm its statistics
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for node in graph.nodes:
-        if _may_follow(node, parts):
+        follows = _may_follow(node, parts)
+        allowed = {"get_attr": parameters, "placeholder": few}.get(node.op)
+        hangs = allowed is not None and node.target not in allowed
+        if follows or hangs or not stays.isdisjoint(node.all_input_nodes):
+            stays.add(node)
+        if follows:
             run.append(node)
             continue
-        needs_them = any(a in run for a in node.all_input_nodes)
-        if node.op not in ("placeholder", "get_attr") and (
-            needs_them or not _is_a_function(node, model, parameters)
-        ):
+        if allowed is None and (node in stays or not _is_a_function(node, model)):
             found += run
             run = []
         found.append(node)
     return found
 
 
-def _is_a_function(node: fx.Node, model: nn.Module, parameters: set[str]) -> bool:
-    """Of its operands, none of which is a buffer, and seen by nobody?"""
+def may_become_in_place(graph: fx.Graph, model: nn.Module) -> set[str]:
+    """The modules between segments that are functions of their operands as long as nobody says otherwise."""
+    calls = [node for node in graph.nodes if node.op == "call_module" and _is_a_function(node, model)]
+    return {node.target for node in calls if hasattr(model.get_submodule(node.target), "inplace")}
+
+
+def _is_a_function(node: fx.Node, model: nn.Module) -> bool:
+    """Of its operands, which writes none of them, and is seen by nobody?"""
     if node.op == "call_module":
         module = model.get_submodule(node.target)
         return (
             type(module) in _MODULES and not altered(node.target, module) and not vars(module).get("inplace")
         )
     known = _METHODS if node.op == "call_method" else _FUNCTIONS if node.op == "call_function" else ()
-    in_place = any(a is True for a in (*node.args, *node.kwargs.values()))
-    return (
-        node.target in known
-        and not in_place
-        and all(a.op != "get_attr" or a.target in parameters for a in node.all_input_nodes)
-    )
+    return node.target in known and not {"out", "inplace"} & node.kwargs.keys()
 
 
 def _may_follow(node: fx.Node, parts: Mapping[Callable, Part]) -> bool:

@@ -56,7 +56,10 @@ class Structure:
         numbers = {name for segment in segments for name in segment.scalars} - by_value
         replaced = {name for segment in segments for name in called(segment)}
         replaced |= captured.passed_by if captured else set()
-        replaced |= replacing.replaced(captured, model) if segments else set()
+        if segments:
+            replaced |= replacing.replaced(captured, model) | chain.may_become_in_place(
+                captured.module.graph, model
+            )
         self.guards = Guards(model, base, reads, replaced, numbers)
         self.built, self.arguments = not segments, []
         if segments:
@@ -80,7 +83,7 @@ class Structure:
         found = joining.joiners(captured, model, laid_out) | pooling.poolers(captured, model, laid_out)
         self.replacements = [replacement for replacement, _ in found.values()]
         placed, others = replacing.placed(graph, found)
-        chained, places, calls = chain.chained(placed, by_segment, model)
+        chained, places, calls = chain.chained(placed, by_segment, model, self._few())
         self.chains = [call for call in calls if isinstance(call, chain.Chain)]
         code = Code(chained, captured.constants, [*places, *others])
         self.run = code.function([*calls, *self.replacements])
@@ -91,6 +94,12 @@ class Structure:
         """The segments that run (between.py)."""
         _, device, _, last, _ = self.kind
         return between.laid_out(captured, model) if device.type == "cuda" and not last else captured.segments
+
+    def _few(self) -> set[str]:
+        """The arguments of at most two axes."""
+        given = self.kind[-1] if isinstance(self.kind[-1], tuple) else ()
+        axes = {key: len(of[2]) if len(of) > 2 else 3 for key, *of in given}  # as `described` says it
+        return {name for i, name in enumerate(self.arguments) if axes.get(i, axes.get(name, 3)) <= 2}
 
     def _parts(self, model: nn.Module, segments: Sequence) -> list[Part]:
         shared = self.constants, self.guards, self.stale, self.asked, self.counts
