@@ -40,6 +40,7 @@ def assert_gradients(model, x, module=None):
             (1, 8, 11, 150),
         ),  # eight windows at once, and a second tile
         ((3, 48, (2, 3), 8, (48, 1, 1), (3, 8), -0.5, 1.0), (1, 3, 11, 61)),  # windows of two fours a row
+        ((12, 16, (1, 3), 4, (16, 1, 1), (8, 4), -0.5, 1.0), (1, 12, 17, 70)),  # two planes, tall windows
         ((9, 16, 3, 2, (16, 1, 1), (5, 2), 0.5, -0.5), (2, 9, 14, 13)),  # two planes, an odd number of rows
     ],
     ids=str,
@@ -137,7 +138,7 @@ def zeros(model, x):
         zeros,
     ],
 )
-@pytest.mark.parametrize("architecture, window", [(800, (2, 3)), (900, (2, 4))])
+@pytest.mark.parametrize("architecture, window", [(800, (2, 3)), (900, (2, 3)), (900, (2, 4))])
 def test_values(architecture, window, change, gpu):  # noqa: F811
     arguments = SMALL[0][:5] + (window,) + SMALL[0][6:]
     model, x = numerics.build(POOL, arguments), numerics.random_input(SMALL[1])

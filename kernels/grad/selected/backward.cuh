@@ -19,10 +19,11 @@
 //                                                           (grad/selected/input.cuh)
 // All that is shifted away is added again at the end, in double. Every sum has a fixed order.
 //
-// Products run on tensor cores (mma.sync; wgmma for the sparse sums and the terms of small filters, where
-// there is that), each operand a sum of two float16 (core/split.cuh), scaled by powers of two: x by the tile
-// in shared memory, dz by channel and row of windows. No more than 8 steps are added up in a tensor core,
-// which cuts off; the rest is in float32.
+// Products run on tensor cores (mma.sync; where there is wgmma, that for the terms of 3×3 filters and for
+// sparse sums as kTogether says), each operand a sum of two float16 (core/split.cuh), scaled by powers of
+// two: x by the tile in shared memory, dz by channel and row of windows. No more than 8 steps are added up in
+// a tensor core, which cuts off, or 16 of wgmma's sparse ones, in most of which a channel has nothing; the
+// rest is in float32.
 //
 // For (128, 8, 128, 128), 3×3, 64 channels, pool 4, an H200's tensor cores take 6 cycles for a product
 // m16n8k16 (mma.sync; 4 by wgmma), and a multiprocessor's 18 for a sparse m64n24k32, so that these times are

@@ -36,7 +36,6 @@ template <class P> struct Sparse : Gram<P> {
   static constexpr int kPlaces = kArea <= 4 ? 4 : kArea <= 8 ? 8 : (kArea + 15) / 16 * 16;
   static constexpr int kStepWindows = kPlaces < 32 ? 32 / kPlaces : 1, kWindowSteps = (kPlaces + 31) / 32;
   static constexpr int kRounds = (kTileWindows + 31) / 32;       // a lane has one window of each
-  static constexpr int kHeldPitch = kRounds * 32 + 4;            // no bank conflicts
   static constexpr int kWarpChannels = kBlockChannels / kWarps;  // whose gradients a warp selects
 
   // Where in its window a gradient is, as a sparse operand says it: a register holds the two that are taken
@@ -51,23 +50,30 @@ template <class P> struct Sparse : Gram<P> {
     return {uint16_t(selectors << place / 4 % 4 * 4), uint8_t(place / 4), uint8_t(of_four / 3 * 16)};
   }
 
-  // The gradients that a tile's windows select, by channel and window, as elements of A: (high, low); and by
-  // channel what undoes its scale.
+  // Do four warps have their products together, by wgmma? Then a step has 32 neighbouring positions of a row,
+  // whole fours of each window's. kFitsTogether: would they, if there is that? The host doesn't know.
+  static constexpr bool kFitsTogether = kFilterW == 3 && kUnits <= 9 && kPoolW % 4 == 0;
+  static constexpr bool kTogether = TENSOR_CORE_WGMMA && kFitsTogether;
+
+  // The gradients that a tile's windows select, by `place` of a channel and window, as elements of A: (high,
+  // low); and by channel what undoes its scale.
   struct Held {
-    uint2 halves[kBlockChannels][kHeldPitch];
-    Origin origins[kBlockChannels][kHeldPitch];
+    static constexpr int kWindows = kRounds * 32, kPitch = kWindows + 4;  // no bank conflicts
+    static constexpr int kAlone = kWindows * (kBlockChannels + 1), kAll = kBlockChannels * kPitch;
+    static constexpr int kSize = kFitsTogether && kAll > kAlone ? kAll : kAlone;
+    __device__ __forceinline__ static int place(int channel, int window) {
+      return kTogether ? channel * kPitch + window : window * (kBlockChannels + 1) + channel;
+    }
+    uint2 halves[kSize];
+    Origin origins[kSize];
     Origin origin_of_place[kArea];
     float unscale[kBlockChannels];
   };
 
-  // Do four warps have their products together? Then a step has 32 neighbouring positions of a row, whole
-  // fours of each window's.
-  static constexpr bool kByFours = TENSOR_CORE_WGMMA && kFilterW == 3 && kUnits <= 9 && kPoolW % 4 == 0;
-
   // A role is 16 kRoleRows channels out and up to kRoleUnits units, as many as there are registers for; warps
   // with the same role take turns with the windows.
-  static constexpr int kRoleRows = kByFours ? 1 : 2, kChannelRoles = kBlockChannels / 16 / kRoleRows;
-  static constexpr int kUnitGroups = kByFours ? 1 : (kUnits + 4) / 5;
+  static constexpr int kRoleRows = kTogether ? 1 : 2, kChannelRoles = kBlockChannels / 16 / kRoleRows;
+  static constexpr int kUnitGroups = kTogether ? 1 : (kUnits + 4) / 5;
   static constexpr int kRoleUnits = (kUnits + kUnitGroups - 1) / kUnitGroups;
   static constexpr int kBlockUnits = kUnitGroups > 1 ? 2 : 1;
   static constexpr int kSparseGroups = kWarps / kChannelRoles / kBlockUnits;
@@ -80,13 +86,13 @@ template <class P> struct Sparse : Gram<P> {
   __device__ __forceinline__ static void multiply_sparse(Totals& total, uint32_t address, const Held& held,
                                                          int first_channel, int windows, int group,
                                                          float factor) {
-    if constexpr (kByFours) multiply_by_fours(total, address, held, first_channel, windows, group, factor);
-    else multiply_by_one<kGroupOfUnits>(total, address, held, first_channel, windows, group, factor);
+    if constexpr (kTogether) multiply_together(total, address, held, first_channel, windows, group, factor);
+    else multiply_alone<kGroupOfUnits>(total, address, held, first_channel, windows, group, factor);
   }
 
   // The same by four warps, of all units: a step for each row of the windows in 32 columns. A lane has the
   // gradients of four fours, of rows g and g + 8, from columns 4t and 4t + 16 on.
-  __device__ __forceinline__ static void multiply_by_fours(Totals& total, uint32_t address, const Held& held,
+  __device__ __forceinline__ static void multiply_together(Totals& total, uint32_t address, const Held& held,
                                                            int first_channel, int windows, int group,
                                                            float factor) {
 #if TENSOR_CORE_WGMMA
@@ -99,14 +105,14 @@ template <class P> struct Sparse : Gram<P> {
 #pragma unroll 1
     for (int step = group; step < steps; step += kSparseGroups) {
       uint2 halves[4];
-      int first[4];  // which four of the window has it, less the lane's in the window's first row
+      int row_four[4];  // which four of its window has it, less the lane's of the window's first row
       uint32_t selectors[2] = {};
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int four = step * 8 + i / 2 * 4 + t, window = four / kFours;
-        const Origin origin = held.origins[channel + i % 2 * 8][window];
-        halves[i] = held.halves[channel + i % 2 * 8][window];
-        first[i] = origin.four - four % kFours;
+        const Origin origin = held.origins[Held::place(channel + i % 2 * 8, window)];
+        halves[i] = held.halves[Held::place(channel + i % 2 * 8, window)];
+        row_four[i] = origin.four - four % kFours;
         selectors[i / 2] |= (origin.selectors >> origin.four % 4 * 4 & 0xf) << (t * 4 + i % 2 * 16);
       }
 #pragma unroll
@@ -121,7 +127,7 @@ template <class P> struct Sparse : Gram<P> {
         uint32_t high[4], low[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const bool here = first[i] == row * kFours;
+          const bool here = row_four[i] == row * kFours;
           high[i] = here ? halves[i].x : 0, low[i] = here ? halves[i].y : 0;
         }
         begin_products();
@@ -151,9 +157,9 @@ template <class P> struct Sparse : Gram<P> {
 
   // The same by each warp alone, of 32 channels.
   template <int kGroupOfUnits>
-  __device__ __forceinline__ static void multiply_by_one(Totals& total, uint32_t address, const Held& held,
-                                                         int first_channel, int windows, int group,
-                                                         float factor) {
+  __device__ __forceinline__ static void multiply_alone(Totals& total, uint32_t address, const Held& held,
+                                                        int first_channel, int windows, int group,
+                                                        float factor) {
     const int lane = thread_index_anew() % 32, g = lane / 4, t = lane % 4;
     const int steps = (windows + kStepWindows - 1) / kStepWindows * kWindowSteps;
     // Which of the step's windows a position belongs to.
@@ -172,8 +178,8 @@ template <class P> struct Sparse : Gram<P> {
 #pragma unroll
           for (int half = 0; half < 2; half++) {
             const int k = 4 * t + 16 * half, own = window + window_of(k);
-            const uint2 halves = held.halves[channel][own];
-            const bool here = held.origins[channel][own].four == (begin + k) % kPlaces / 4;
+            const uint2 halves = held.halves[Held::place(channel, own)];
+            const bool here = held.origins[Held::place(channel, own)].four == (begin + k) % kPlaces / 4;
             high[row / 2][row % 2 + 2 * half] = here ? halves.x : 0;
             low[row / 2][row % 2 + 2 * half] = here ? halves.y : 0;
           }
@@ -181,8 +187,10 @@ template <class P> struct Sparse : Gram<P> {
 #pragma unroll
           for (int k = 0; k < 16; k += kPlaces < 16 ? kPlaces : 16) {
             const int from = k + t % 2 * 16, own = window + window_of(from);
-            const bool here = kPlaces <= 16 || held.origins[channel][own].four / 4 == (begin + from) / 16;
-            if (here) of_row |= held.origins[channel][own].selectors << own * (kPlaces / 4) % 4 * 4;
+            const bool here =
+                kPlaces <= 16 || held.origins[Held::place(channel, own)].four / 4 == (begin + from) / 16;
+            if (here)
+              of_row |= held.origins[Held::place(channel, own)].selectors << own * (kPlaces / 4) % 4 * 4;
           }
           selectors[row / 2] |= (of_row ^ kZeroSelectors) << row % 2 * 16;
         }
@@ -296,8 +304,9 @@ template <class P> struct Sparse : Gram<P> {
           const float scaled = gradient[round][i] * factor;
           const uint32_t high = pack(scaled, 0), low = pack(residual(scaled, 0, high).x, 0);
           const Origin origin = held.origin_of_place[place[round][i]];
-          held.halves[own + i][round * 32 + lane] = make_uint2(high << origin.bits, low << origin.bits);
-          held.origins[own + i][round * 32 + lane] = origin;
+          held.halves[Held::place(own + i, round * 32 + lane)] =
+              make_uint2(high << origin.bits, low << origin.bits);
+          held.origins[Held::place(own + i, round * 32 + lane)] = origin;
         }
       }
       return transposed_sum<2 * kWarpChannels>(sums);

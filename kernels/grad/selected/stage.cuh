@@ -62,7 +62,7 @@ template <class P> struct Staging : P {
     __device__ Stage(unsigned char* shared, int* largest) : shared(shared), largest(largest) {
       if (threadIdx.x < 4) reinterpret_cast<uint32_t*>(shared + kZeros)[threadIdx.x] = 0;
       if (threadIdx.x < 2) largest[threadIdx.x] = 0;
-      constexpr int kBehind = kPitch - kWidth;  // a row's pixels, which may meet zeros
+      constexpr int kBehind = kPitch - kWidth;  // a row's last; sparse products may multiply them by zeros
       for (int i = threadIdx.x; i < 2 * kPlanes * kHeight * kBehind; i += kThreads)
         reinterpret_cast<uint4*>(shared)[i / kBehind * kPitch + kWidth + i % kBehind] =
             make_uint4(0, 0, 0, 0);

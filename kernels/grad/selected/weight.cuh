@@ -16,7 +16,7 @@ template <class P> struct Strips : Sparse<P> {
       Base::channel_of, Base::kTileColumns, Base::kTileWindows, Base::find_shift, Base::kGramTiles,
       Base::kGramSize, Base::kFrameRows, Base::frame_row, Base::kRoleTiles, Base::kRoles, Base::multiply_gram,
       Base::kArea, Base::kWarpChannels, Base::origin_of, Base::kUnitGroups, Base::kRoleUnits,
-      Base::kBlockUnits, Base::kByFours, Base::kRoleRows, Base::kChannelRoles, Base::kSparseGroups,
+      Base::kBlockUnits, Base::kTogether, Base::kRoleRows, Base::kChannelRoles, Base::kSparseGroups,
       Base::kSparsePasses, Base::multiply_sparse, Base::kIn, Base::kOut, Base::kPoolH, Base::kPoolW;
   using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Stage,
       typename Base::Held, typename Base::Totals, typename Base::Windows;
@@ -207,7 +207,7 @@ template <class P> struct Strips : Sparse<P> {
           sums[threadIdx.x] += own.select(held, saved, channels + share.own_channels, share.own_channels);
         const float factor = power_of_two(-stage.store(pixels));
 #if TENSOR_CORE_WGMMA
-        if constexpr (kByFours) publish_shared();
+        if constexpr (kTogether) publish_shared();
 #endif
         __syncthreads();  // they are complete
         if (windows)
