@@ -530,6 +530,35 @@ class Several(Pointwise):
         return y + shift if scale is None else y * scale + shift
 
 
+class Optional(Pointwise):
+    def forward(self, x, scale=None, factor=1.0, shift=None, negative=False):
+        y = torch.relu(self.conv(x)) * factor
+        y = y if scale is None else y * scale
+        y = y if shift is None else y + shift
+        return -y if negative else y
+
+
+def test_arguments_behind_defaults():
+    """Those that a call leaves out may stand before those that it gives."""
+    model = Optional().eval()
+    fast, x = fuse(model), torch.randn(2, 3, 5, 5)
+    scale, shift = torch.rand(2, 6, 5, 5), torch.rand(2, 6, 5, 5)
+    calls = [
+        ((x, None, 2.0), {}, "load"),
+        ((x,), {"shift": shift}, "load"),
+        ((x,), {"shift": shift, "scale": scale}, "load"),
+        ((x, scale), {"shift": shift}, "load"),
+        ((x,), {"factor": 3.0, "scale": scale}, "load"),
+        ((x,), {"negative": True}, "eager"),
+        ((x, scale, 1.0, shift, False), {}, "eager"),
+        ((x,), {"shift": None}, "load"),
+    ]
+    for _ in range(2):
+        for given, keywords, runs in calls:
+            torch.testing.assert_close(fast(*given, **keywords), model(*given, **keywords))
+            assert [each.runs for each in fast.plan(*given, **keywords)] == [runs]
+
+
 def test_arguments_of_forward():
     model = Several().eval()
     fast, x = fuse(model), torch.randn(2, 3, 5, 5)

@@ -119,7 +119,8 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 def _without_questions(graph: fx.Graph) -> None:
     """Takes what was asked of values, and nothing reads any more, out of the graph: numbers of axes are known while it is traced."""
     for node in reversed(graph.nodes):
-        asks = node.target is getattr or (node.op == "call_method" and node.target in ("size", "dim"))
+        asks = node.target is getattr and node.args[1] in ("shape", "ndim", "dtype", "device", "is_cuda")
+        asks = asks or (node.op == "call_method" and node.target in ("size", "dim"))
         if asks and not node.users:
             graph.erase_node(node)
 

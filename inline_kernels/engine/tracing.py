@@ -486,18 +486,22 @@ def _run(tracer: _Tracer) -> dict[str, Any]:
                 raise _Stopped(f"its forward needs the keyword {name}")
             continue
         arguments.append((name, parameter))
-    proxies = []
+    inputs, keywords = [], {}
     count, names = len(tracer.values.by_place), {*tracer.values.by_name}  # of what the call gives
     for i, (name, parameter) in enumerate(arguments[1:]):
         if parameter.default is not parameter.empty and i >= max(count, 1) and name not in names:
             optional[name] = parameter.default
+            continue
+        proxy = tracer.create_proxy("placeholder", name, (), {})
+        if tracer.values.kind_of(proxy.node) is type(None):  # which is all that it can be
+            proxy = None
+        if optional:  # which stand before it
+            keywords[name] = proxy
         else:
-            proxies.append(tracer.create_proxy("placeholder", name, (), {}))
-            if tracer.values.kind_of(proxies[-1].node) is type(None):  # which is all that it can be
-                proxies[-1] = None
+            inputs.append(proxy)
     shadow = tracer.shadow(tracer.model)
     with _Mode(tracer), _looked_at(tracer):
-        result = type(shadow).forward(shadow, *proxies)
+        result = type(shadow).forward(shadow, *inputs, **keywords)
     if tracer.stopped:  # and the user's code went on
         raise tracer.stopped
     tracer.inlined.insert(0, "")
