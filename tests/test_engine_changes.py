@@ -554,9 +554,9 @@ def test_arguments_behind_defaults():
         ((x,), {"shift": None}, "load"),
     ]
     for _ in range(2):
-        for given, keywords, runs in calls:
+        for given, keywords, expected in calls:
             torch.testing.assert_close(fast(*given, **keywords), model(*given, **keywords))
-            assert [each.runs for each in fast.plan(*given, **keywords)] == [runs]
+            assert [each.runs for each in fast.plan(*given, **keywords)] == [expected]
 
 
 def test_arguments_of_forward():
