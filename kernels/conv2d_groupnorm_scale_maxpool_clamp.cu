@@ -68,6 +68,7 @@ static_assert(sizeof(Tile::Storage) <= STATIC_SHARED, "what was planned with");
 #endif
 #ifdef INPUT_SHARED
 static_assert(Input::InputLayout::kBytes == INPUT_SHARED, "what was planned with");
+static_assert(Sums::StripLayout::kBytes == SUMS_SHARED, "what was planned with");
 #endif
 
 // kept: what backward needs (pool::Kept); forward leaves it alone.

@@ -298,6 +298,7 @@ FAULTS = [
     Fault("inline_kernels/engine/structure.py", "chain.may_become_in_place(", "(lambda *_: set())(", "test_engine_chain.py -k becomes_one"),
     Fault("inline_kernels/engine/tracing.py", "if optional:", "if False:", "test_engine_changes.py -k behind_defaults"),
     Fault("inline_kernels/engine/tracing.py", "return kind(*found) if kind is nn.Sequential else kind(found)", "return kind(*found[1:]) if kind is nn.Sequential else kind(found)", "test_engine_fuse.py -k types_that"),
+    Fault("inline_kernels/engine/mainloops.py", "fits = fits and tiling.sums_fit(x, weight, pool)", "", "test_backward_pool.py -k do_not_fit"),
     Fault("kernels/grad/selected/sparse.cuh", "origin.four - four % kFours", "origin.four", "test_backward_pool.py -k sizes"),
     Fault("kernels/grad/selected/stage.cuh", "atomicMax(largest + turn,", "atomicMax(largest,", "test_backward_pool.py -k values"),
     Fault("kernels/grad/selected/input.cuh", "parts[k / 2][k % 2]", "parts[k % 2][k / 2]", "test_backward_pool.py -k sizes"),

@@ -249,19 +249,33 @@ def test_longer_rows_than_compiled_for_are_not_launched(gpu, monkeypatch):  # no
         numerics.results(numerics.twin_of(model, "fused"), x)
 
 
-def test_filters_that_leave_no_room(gpu, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(
+    "asked, planned", [("input_columns", "input_gradient_shared"), ("sums_fit", "selected_sums_shared")]
+)
+def test_filters_that_leave_no_room(asked, planned, gpu, monkeypatch):  # noqa: F811
     """The kernels don't take them; and a kernel whose shared memory is not what was planned does not compile."""
     model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
     gpu()
-    right = tiling.input_gradient_shared
-    monkeypatch.setattr(tiling, "input_gradient_shared", lambda *a: right(*a) + 16)
+    right = getattr(tiling, planned)
+    monkeypatch.setattr(tiling, planned, lambda *a: right(*a) + 16)
     with pytest.raises(AssertionError, match="what was planned with"):
         numerics.results(numerics.twin_of(model, "fused"), x)
     monkeypatch.undo()
     gpu()
     assert numerics.takes(model, x)
-    monkeypatch.setattr(tiling, "input_columns", lambda *a: 0)
+    monkeypatch.setattr(tiling, asked, lambda *a: 0)
     assert not numerics.takes(model, x)
+
+
+def test_sums_that_do_not_fit(gpu):  # noqa: F811
+    """Of 63 windows a row, on a GPU with 99 KB of shared memory for a block; with fewer windows they do."""
+    for window, fits in (((2, 2), False), ((4, 4), True)):
+        model, x = (
+            numerics.build(POOL, SMALL[0][:5] + (window,) + SMALL[0][6:]),
+            numerics.random_input((1, 5, 9, 140)),
+        )
+        gpu(shared=99 << 10)
+        assert numerics.takes(model, x) == fits
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -676,9 +676,9 @@ def _pooled_obstacle(x: Tensor, weight: Tensor, saving: bool, source) -> str | N
     reason = tiling.strips_obstacle(x, weight, x.dtype, _pool(source))
     if reason or not saving:
         return reason
-    fits = tiling.strips_fit(x, weight, _pool(source), True) and tiling.input_columns(
-        x, weight, _pool(source)
-    )
+    pool = _pool(source)
+    fits = tiling.strips_fit(x, weight, pool, True) and tiling.input_columns(x, weight, pool)
+    fits = fits and tiling.sums_fit(x, weight, pool)
     return None if fits else "backward's windows or filters do not fit in shared memory"
 
 

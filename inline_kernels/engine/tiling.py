@@ -274,6 +274,12 @@ def input_columns(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> int:
     return next((each for each in columns if input_gradient_shared(weight, pool, each) <= room), 0)
 
 
+def sums_fit(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> bool:
+    """Is there room for what the weight's gradient keeps in shared memory?"""
+    room = device_properties(x.device.index).shared - (6 << 10)  # the kernel's own arrays
+    return selected_sums_shared(weight, pool) <= room
+
+
 def strips_defines(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> dict[str, int]:
     """A forward build's, for sizes without an obstacle; and what was assumed of the kernel's shared memory, which it asserts."""
     defines = {
@@ -289,7 +295,7 @@ def strips_backward_defines(x: Tensor, weight: Tensor, pool: tuple[int, int]) ->
     """A backward build's, likewise."""
     columns = input_columns(x, weight, pool) or COLUMNS // 8
     shared = {"INPUT_COLUMNS": columns, "INPUT_SHARED": input_gradient_shared(weight, pool, columns)}
-    return _pooled_defines(weight, pool) | shared
+    return _pooled_defines(weight, pool) | shared | {"SUMS_SHARED": selected_sums_shared(weight, pool)}
 
 
 def _pooled_defines(weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
@@ -302,6 +308,26 @@ def strips_shared(channels: int, kh: int, pool_width: int, size: int) -> int:
     row = _row_bytes(channels)
     kept = 1 if pool_width % 2 == 0 else 2
     return _TEAMS * ((kh + 1) * row + _CHANNELS * (COLUMNS // 2 + 4) * kept * size)
+
+
+def selected_sums_shared(weight: Tensor, pool: tuple[int, int]) -> int:
+    """Bytes of dynamic shared memory, as kernels/grad/selected/weight.cuh lays it out: a tile's pixels, as two float16 per value; the selected gradients,
+    and where they are; the Gram matrix of the block's roles, by group of warps."""
+    C, channels, kh, kw = weight.shape
+    planes = ceil_div(channels, 8)
+    units, columns, rows = planes * kh * kw, planes * kw, pool[0] + kh - 1
+    pixels = 128 if 2 * planes * rows * (128 + kw + 7) * 16 <= 80 << 10 else 64
+    stage = 2 * planes * rows * (pixels + 4) * 16 + 16
+    windows = ceil_div((pixels - kw + 1) // pool[1], 32) * 32
+    held = windows * (_CHANNELS + 1)
+    if kw == 3 and units <= 9 and pool[1] % 4 == 0:
+        held = max(held, _CHANNELS * (windows + 4))
+    held = ceil_div(12 * held + 4 * (pool[0] * pool[1] + _CHANNELS), 16) * 16
+    role = 9 // columns * columns if columns <= 9 else columns // 2  # tiles
+    passes = ceil_div(ceil_div(units, 5), 2)
+    roles = ceil_div(ceil_div((units // 2 + 1) * columns, role), ceil_div(C, _CHANNELS) * passes)
+    warps = 8 if roles > 4 else 4 if roles > 2 else roles
+    return stage + held + 8 // warps * roles * role * 512 + 16
 
 
 def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -> int:
